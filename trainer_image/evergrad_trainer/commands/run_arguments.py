@@ -26,25 +26,26 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_directory_of(given: Path | None, run: TrainingRun) -> Path:
-    """Return ``--run-directory``, else ``runs/<name>`` below the current directory."""
+    """Return ``--run-directory`` if it is given, or else ``runs/<name>`` in the current directory."""
     return given if given is not None else Path("runs") / run.metadata.name
 
 
 def fewest_nodes(run: TrainingRun, num_nodes: int) -> int:
-    """Nodes that ``--nodes`` N continues with at the least: the file's minimum, or N if that is smaller."""
+    """Return the fewest nodes with which ``--nodes N`` continues: the file's minimum, but at most N."""
     return min(run.spec.nodes.min, num_nodes)
 
 
 def world_sizes_of(
     run: TrainingRun, *, num_workers: int, num_nodes: int | None = None
 ) -> list[int]:
-    """Every number of workers that may train together as nodes of ``num_workers`` each leave and come back.
+    """Return all numbers of workers that may train together when nodes of ``num_workers`` leave and return.
 
-    ``num_nodes``: those of ``--nodes``; None: as many as the file allows.
+    ``num_nodes``: the value of ``--nodes``; None: as many as the file allows. For example, 2 workers per node
+    and 1 to 3 nodes give [2, 4, 6].
     """
     bounds = run.spec.nodes
     fewest, most = bounds.min, bounds.largest
-    # Nodes that are added by hand come with `evergrad node`, which reckons with the file's maximum itself.
+    # Nodes that a user adds run `evergrad node`, which checks the file's maximum itself.
     if num_nodes is not None:
         fewest, most = fewest_nodes(run, num_nodes), num_nodes
     return [num_workers * nodes for nodes in range(fewest, most + 1)]
@@ -53,14 +54,15 @@ def world_sizes_of(
 def machine_and_workers(
     asked: int | None, run: TrainingRun, *, forks_above: int | None = None
 ) -> tuple[Machine, int]:
-    """Observe this machine, and choose how many training processes it will run.
+    """Observe this machine, and choose its number of training processes.
 
-    ``asked``: ``--workers``; without it the manifest decides, else one an accelerator, else 1.
+    ``asked``: the value of ``--workers``. Without it, the number is from the manifest, or else the number of
+    accelerators, or else 1.
 
-    ``forks_above``: this process forks workers if there are more than that; it then must not touch an
-    accelerator, not even to ask for its memory. None: it never does.
+    ``forks_above``: if there are more workers, this process forks them and must not use an accelerator, not
+    even to read its memory size. None: this process never forks.
     """
-    # torch takes a second to import, which `evergrad --help` need not wait for.
+    # Import torch here: it takes a second, for which `evergrad --help` should not wait.
     from evergrad_trainer.distributed.process_groups import (
         accelerator_memory_bytes,
         count_accelerators,
@@ -69,7 +71,7 @@ def machine_and_workers(
     wants_cpu = run.spec.training is not None and run.spec.training.runtime.device == "cpu"
     accelerators = 0 if wants_cpu else count_accelerators()
     num_workers = asked or run.spec.workers_per_node or max(1, accelerators)
-    # Asking for the memory starts the device's runtime, which does not survive a fork.
+    # Reading the memory size starts the device's runtime, which does not survive a fork.
     may_touch = forks_above is None or num_workers <= forks_above
     memory = accelerator_memory_bytes() if accelerators and may_touch else None
     return observe_machine(
@@ -78,22 +80,22 @@ def machine_and_workers(
 
 
 def delay_compiler(run: TrainingRun, machine: Machine, *, forks: bool) -> None:
-    """Leave torch's compiler out of what this process imports, where only its first use needs it.
+    """Delay the import of torch's compiler until its first use, if this run may not need it.
 
-    ``forks``: this process forks the workers, each of which would load the compiler again: it is left out
-    only where none of them needs it.
+    ``forks``: this process forks the workers. Each worker would have to import the compiler again, so the
+    import is delayed only if no worker needs the compiler.
     """
     if run.spec.training is None:
-        return  # who knows what a script does
+        return  # a script may use the compiler
     runtime = run.spec.training.runtime
     compiles = runtime.compile == "on" or (
         forks and runtime.compile == "auto" and machine.num_accelerators > 0
     )
-    # DTensor asks the compiler's algebra about every shape.
+    # DTensor uses the compiler's symbolic algebra for every shape.
     shards = forks and runtime.parallelism != "dataParallel"
     if compiles or shards:
         return
-    # A second of imports, which `evergrad --help` need not wait for.
+    # Import torch here: it takes a second, for which `evergrad --help` should not wait.
     from evergrad_trainer.base import torch_private
 
     torch_private.delay_compiler()

@@ -1,4 +1,4 @@
-"""Which checkpoint and which sets are meant. Raises what a person can mend."""
+"""Chooses the checkpoint and the evaluation sets that the user has named, with errors for the user."""
 
 import functools
 from collections.abc import Collection, Sequence
@@ -19,13 +19,13 @@ from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.run.directory import reported
 
 _MOST_NAMED = 10
-"""Steps that a message lists."""
+"""Maximum number of steps that a message lists."""
 
 
 def list_checkpoints(store: CheckpointStore) -> list[Candidate]:
-    """All checkpoints, newest first, readable or not; tried again for a while where the volume refuses.
+    """List all checkpoints, newest first, also unreadable ones. Retries for a while if the volume fails.
 
-    Raises VolumeError or RunDirectoryError.
+    Raises VolumeError or RunDirectoryError if they cannot be listed.
     """
     where, what = store.reader.locate(""), "the checkpoints cannot be listed"
     with reported(where, what=what):
@@ -33,11 +33,11 @@ def list_checkpoints(store: CheckpointStore) -> list[Candidate]:
 
 
 def choose_checkpoint(store: CheckpointStore, asked: str) -> Candidate:
-    """The checkpoint that ``asked`` means: ``last``, ``best``, or a step.
+    """Return the checkpoint that ``asked`` names: ``last``, ``best``, or a step such as ``1200``.
 
-    Among several of one step, and for ``last``, it is the newest whose files have their sizes. Raises
-    CheckpointError where there is none, ConfigurationError for what is no step, VolumeError or
-    RunDirectoryError where the volume refuses.
+    If several checkpoints match, the newest checkpoint whose files have the expected sizes is chosen. Raises
+    CheckpointError if no checkpoint matches, ConfigurationError if ``asked`` is not a step, and VolumeError
+    or RunDirectoryError if the volume fails.
     """
     where = store.reader.locate("").rstrip("/")
     if asked not in ("last", "best") and not asked.isdecimal():
@@ -73,20 +73,20 @@ def choose_checkpoint(store: CheckpointStore, asked: str) -> Candidate:
                 Problem(where, f"holds no checkpoint of step {asked}", why, remedy)
             )
 
-    # The first of them whose files are there.
+    # Choose the first checkpoint whose files are complete.
     problems = []
     for candidate in wanted:
         place, what = store.reader.locate(candidate.name), "the checkpoint cannot be read"
         validate = functools.partial(store.reader.validate, candidate.name, checksums=False)
         try:
-            # Tried again for a while: a moment's trouble is no reason to take an older one.
+            # Retry for a while, because a short failure of the volume must not select an older checkpoint.
             with reported(place, what=what):
                 manifest = retry(validate, where=place, what=what)
         except (InvalidCheckpointError, UnknownFormatError) as error:
             remedy = "Look at it with `evergrad checkpoint verify`, or choose another one"
             problems.append(Problem(place, "cannot be loaded", str(error), remedy))
         else:
-            # The list may have been made in such a moment, without what the manifest says.
+            # Use the manifest just read: the list may lack it if the volume failed at that time.
             return Candidate(candidate.name, manifest.version, manifest)
     raise CheckpointError(*problems)
 
@@ -94,9 +94,9 @@ def choose_checkpoint(store: CheckpointStore, asked: str) -> Candidate:
 def choose_sets(
     sets: Sequence[EvaluationSet], asked: Collection[str]
 ) -> tuple[EvaluationSet, ...]:
-    """The sets that are ``asked`` for, in the run's order; without any, all of them.
+    """Return the sets named in ``asked``, in the run's order; if ``asked`` is empty, all sets.
 
-    Raises ConfigurationError for names that no set has, and where the run has no sets.
+    Raises ConfigurationError if a name is unknown or if the run has no sets.
     """
     names = [one.name for one in sets]
     if not names:

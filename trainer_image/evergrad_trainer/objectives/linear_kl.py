@@ -1,6 +1,7 @@
-"""Token losses of a model and its divergence from a reference, without the logits of all tokens of either.
+"""Token losses of a model and its divergence from a reference model, computed in chunks of tokens, so that
+the logits of all tokens never exist at the same time.
 
-For each token p is the model's distribution over the vocabulary and q the reference's; the label is y.
+For each token, p is the model's distribution over the vocabulary, q the reference's, and y the label.
 
 ==================  ==========================  ======================================
 estimator           penalty                     its gradient by the model's logits
@@ -10,8 +11,8 @@ estimator           penalty                     its gradient by the model's logi
 ``reverse``         KL(p ‖ q) = Σ p log(p / q)  p · (log(p / q) - KL(p ‖ q))
 ==================  ==========================  ======================================
 
-The first is the form that theseus publishes: the reference's part of it is a constant, so that its gradient
-is that of the loss again, and nothing pulls towards the reference.
+The form of ``nll_difference`` is from theseus. The reference's term is a constant, so the gradient of the
+penalty equals the gradient of the loss, and nothing pulls the model towards the reference.
 """
 
 from dataclasses import dataclass
@@ -29,8 +30,8 @@ ESTIMATORS: Final = ("nll_difference", "forward", "reverse")
 class KlSums(NamedTuple):
     """Sums over the tokens that have a label, float32 scalars.
 
-    ``total`` is ``policy`` + beta · ``penalty``, and the only one with a gradient. ``divergence`` is
-    KL(p ‖ q), whichever the penalty is.
+    ``total`` is ``policy`` + beta · ``penalty``; only ``total`` has a gradient. ``divergence`` is KL(p ‖ q)
+    for every estimator.
     """
 
     total: torch.Tensor
@@ -42,14 +43,14 @@ class KlSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Penalty:
-    """Which penalty there is, and its weight."""
+    """The estimator of the penalty (one of ``ESTIMATORS``) and its weight ``beta``."""
 
     estimator: str
     beta: float
 
 
 class _ChunkedKl(torch.autograd.Function):
-    """Gradients are computed with the sums, chunk by chunk, so that no logits are kept for the
+    """Computes the gradients together with the sums, chunk by chunk, so that no logits are stored for the
     backward pass."""
 
     @staticmethod
@@ -65,7 +66,7 @@ class _ChunkedKl(torch.autograd.Function):
         needs_gradients = hidden.requires_grad or weight.requires_grad
         sums = torch.zeros(4, dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.zeros_like(hidden) if needs_gradients else None
-        # Summed over chunks in fp32, whatever the products' type is.
+        # Sum over chunks in fp32, independent of the dtype of the products.
         grad_weight = (
             torch.zeros_like(weight, dtype=torch.float32) if needs_gradients else None
         )
@@ -78,7 +79,7 @@ class _ChunkedKl(torch.autograd.Function):
             values, slope = _compare(
                 log_p, log_q, labels[rows], penalty, needs_slope=needs_gradients
             )
-            # Gone before the next chunk's are made.
+            # Free these before the next chunk allocates its own.
             del log_p, log_q
             sums += values
             if slope is None or grad_hidden is None or grad_weight is None:
@@ -88,7 +89,7 @@ class _ChunkedKl(torch.autograd.Function):
             grad_weight += slope.T @ part
             del slope
         if grad_hidden is not None and grad_weight is not None:
-            # Two tensors of the size of the inputs, and no logits.
+            # Store two tensors of the size of the inputs, but no logits.
             ctx.save_for_backward(grad_hidden, grad_weight.to(kept_type(weight)))
         ctx.dtype = weight.dtype
         policy, other, penalties, divergence = sums.unbind()
@@ -99,7 +100,7 @@ class _ChunkedKl(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # A sum: what comes from above scales both.
+        # The output is a sum, so the incoming gradient scales both gradients.
         slope = gradients[0]
         grad_hidden, grad_weight = ctx.saved_tensors
         scaled_hidden = grad_hidden * slope.to(grad_hidden.dtype)
@@ -107,7 +108,8 @@ class _ChunkedKl(torch.autograd.Function):
 
 
 def _log_probabilities(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[n, V], in fp32 at once, whatever the products' type is."""
+    """Return log probabilities [n, V]; the softmax is computed in fp32, independent of the dtype of the
+    products."""
     return functional.log_softmax(
         functional.linear(hidden, weight), dim=-1, dtype=torch.float32
     )
@@ -121,17 +123,17 @@ def _compare(
     *,
     needs_slope: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The four sums of one chunk of tokens [n, V], and d total / d logits where that is needed.
+    """Return the four sums of one chunk of tokens [n, V], and d total / d logits if ``needs_slope``.
 
-    Writes over ``log_p`` and ``log_q``: three tensors of their size exist at a time.
+    Overwrites ``log_p`` and ``log_q``, so that at most three tensors of their size exist at a time.
     """
     beta, is_forward = penalty.beta, penalty.estimator == "forward"
     is_asked = labels != IGNORE_INDEX
-    # A target that is to be ignored is no column: any one will do, since the row counts nothing.
+    # An ignored label is not a valid column. Use column 0, because the row does not count.
     targets = labels.where(is_asked, 0)[:, None]
     policy, other = -log_p.gather(1, targets)[:, 0], -log_q.gather(1, targets)[:, 0]
 
-    # log(p / q) takes the place of log q, and p that of log p.
+    # log(p / q) overwrites log q, and p overwrites log p.
     q = log_q.exp() if is_forward else None
     ratio = torch.sub(log_p, log_q, out=log_q)
     p = log_p.exp_()
@@ -142,12 +144,12 @@ def _compare(
     elif penalty.estimator == "nll_difference":
         penalties = policy - other
     values = torch.stack([policy, other, penalties, divergence])
-    # Chosen, and not multiplied by zero: what has no label may be anything.
+    # Select the rows instead of multiplying by zero, because rows without a label may be NaN or infinite.
     sums = values.where(is_asked, 0.0).sum(dim=1)
     if not needs_slope:
         return sums, None
 
-    # p - onehot(y) of the loss, and beta times what the table above has of the penalty.
+    # The loss contributes p - onehot(y), and the penalty beta times its gradient in the table above.
     slope, ones = p, torch.ones_like(targets, dtype=p.dtype)
     if penalty.estimator == "nll_difference":
         slope.scatter_add_(1, targets, -ones).mul_(1 + beta)
@@ -169,11 +171,12 @@ def linear_kl(
     penalty: Penalty,
     chunk_tokens: int,
 ) -> KlSums:
-    """Sums over the tokens of a batch: ``hidden`` [b, S, H] times ``weight`` [V, H] beside the
-    ``reference``'s own, against ``labels`` [b, S].
+    """Sum the losses, penalties and divergences over the tokens of a batch.
 
-    Logits of ``chunk_tokens`` tokens exist at a time, of the model and of the reference, whose tensors get no
-    gradient. Raises ValueError for an estimator that there is not.
+    ``hidden`` [b, S, H] and ``weight`` [V, H] give the model's logits, ``reference`` holds the same two
+    tensors of the reference model, and ``labels`` is [b, S]. The logits of at most ``chunk_tokens`` tokens of
+    each model exist at a time. The reference's tensors get no gradient. Raises ValueError if the estimator is
+    unknown.
     """
     if penalty.estimator not in ESTIMATORS:
         raise ValueError(f"{penalty.estimator!r} is none of {', '.join(ESTIMATORS)}")

@@ -1,4 +1,4 @@
-"""The accounts of a run as values: its processes, restarts and changes of its world, and their seconds."""
+"""Values of a run's time accounts: its processes, restarts and changes of its world, with their seconds."""
 
 import math
 from dataclasses import dataclass
@@ -8,39 +8,44 @@ from evergrad_common.causes import LOSSES, ChangeCause
 CAUSES = tuple(LOSSES)
 """Causes of lost time.
 
-startup: process start → first step, less what restore, evaluation and checkpoint claim of it · restore:
-reading a checkpoint · recompute: steps that were trained again later · checkpoint: training stood still for a
-save · evaluation · reconfiguration: last step in one world → first step in the next, less what evaluation and
-checkpoint claim of it · downtime: no process was there · other: between the steps, and after the last one.
+- startup: from process start to first step, minus restore, evaluation and checkpoint in this time
+- restore: reading a checkpoint
+- recompute: steps that were trained again later
+- checkpoint: training was paused for a save
+- evaluation: training was paused for an evaluation
+- reconfiguration: from the last step in one world to the first step in the next world, minus evaluation and
+  checkpoint in this time
+- downtime: no process was running
+- other: time between steps, and after the last step
 """
 
 
 @dataclass(frozen=True)
 class WorldChange:
-    """One change of the processes that train together, in which no checkpoint was read.
+    """One change of the processes that train together, without reading a checkpoint.
 
-    ``seconds``: training stood still for it, from the last step before it to the first step after it.
+    ``seconds``: duration of the pause, from the last step before the change to the first step after it.
     """
 
     time: float
     generation: int
     step: int
-    """Last finished step in the state that goes on."""
+    """Last finished step in the state from which training continues."""
     world_size: int | None
     from_world_size: int | None
     cause: ChangeCause
     detail: str
-    """The cause in the coordinator's words."""
+    """The coordinator's description of the cause."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class ProcessAccount:
-    """One process of the run, or all those that handed its state on from world to world, from one start to
+    """One process of the run, or all processes that passed the state from world to world, from one start to
     the next.
 
-    ``seconds`` has every cause of CAUSES and ``productive``; they sum to its share of the time.
-    ``world_size``: at its start.
+    ``seconds`` has every cause of CAUSES and ``productive``; their sum is the elapsed time of this part.
+    ``world_size``: the world size at its start.
     """
 
     generation: int
@@ -52,17 +57,18 @@ class ProcessAccount:
     num_steps: int
     last_step: int | None
     ended: str
-    """``running or killed`` for the last one without an end; else a cause of Restart or ``complete``."""
+    """``running or killed`` if the last process has no end event; otherwise a cause of Restart or
+    ``complete``."""
     detail: str
     seconds: dict[str, float]
     changes: tuple[WorldChange, ...] = ()
 
     @property
     def mean_world_size(self) -> float:
-        """Number of processes on average over its time; 1 where nothing said how many they were."""
+        """Average number of processes over time; 1 if the number is unknown."""
         size, since, area = self.world_size or 1, self.begin, 0.0
         for change in self.changes:
-            # Clocks of two machines may differ: no interval is below 0.
+            # Clocks of two machines may differ, so clip negative intervals to 0.
             at = min(max(change.time, since), self.end)
             area += size * (at - since)
             size, since = change.world_size or size, at
@@ -72,7 +78,7 @@ class ProcessAccount:
 
 @dataclass(frozen=True)
 class Restart:
-    """One new start of the run.
+    """One restart of the run.
 
     ``cause``: signal, stop_file, stop_after_steps, after_step, complete (extended), failed or killed.
     """
@@ -84,7 +90,7 @@ class Restart:
     resumed_from: int | None
     downtime_seconds: float
     repeated_steps: int
-    """Finished steps of the process before that were lost with it."""
+    """Number of finished steps of the previous process that were lost."""
 
 
 @dataclass(frozen=True)
@@ -97,27 +103,27 @@ class Goodput:
     processes: tuple[ProcessAccount, ...]
     restarts: tuple[Restart, ...]
     notes: tuple[str, ...]
-    """Clocks that went backwards and the like, as sentences."""
+    """Irregularities, such as clocks that went backwards, as sentences."""
 
     @property
     def elapsed_seconds(self) -> float:
-        """First start to last evidence: by definition the sum of all parts."""
+        """Seconds from the first start to the last record, which are the sum of all parts."""
         return math.fsum((self.productive_seconds, *self.lost_seconds.values()))
 
     @property
     def ratio(self) -> float:
-        """Goodput between 0 and 1; not a number for a run without time."""
+        """Goodput between 0 and 1; NaN if the elapsed time is 0."""
         elapsed = self.elapsed_seconds
         return self.productive_seconds / elapsed if elapsed > 0 else math.nan
 
     @property
     def changes(self) -> tuple[WorldChange, ...]:
-        """All changes of the world in which training went on without reading a checkpoint."""
+        """All changes of the world after which training continued without reading a checkpoint."""
         return tuple(change for process in self.processes for change in process.changes)
 
     @property
     def changes_by_cause(self) -> dict[ChangeCause, int]:
-        """How many changes of the world each cause had, in order of their first appearance."""
+        """Number of changes of the world by cause, in order of first occurrence."""
         counts: dict[ChangeCause, int] = {}
         for change in self.changes:
             counts[change.cause] = counts.get(change.cause, 0) + 1
@@ -125,8 +131,7 @@ class Goodput:
 
     @property
     def reconfiguration_seconds_by_cause(self) -> dict[ChangeCause, float]:
-        """Seconds lost to changes of the world, by their cause; they sum to
-        ``lost_seconds["reconfiguration"]``."""
+        """Seconds lost to changes of the world by cause; their sum is ``lost_seconds["reconfiguration"]``."""
         return {
             cause: math.fsum(
                 change.seconds for change in self.changes if change.cause == cause
@@ -136,10 +141,10 @@ class Goodput:
 
     @property
     def world_sizes(self) -> tuple[tuple[float, int], ...]:
-        """(Unix seconds, processes from then on), in order; 0 where no process was there."""
+        """Pairs (Unix seconds, number of processes from then on), in order; 0 if no process was running."""
         points: list[tuple[float, int]] = []
         for process in self.processes:
-            # A process that failed before its start never said how many it was with.
+            # A process that failed before its start event never recorded its world size.
             if process.world_size is not None:
                 points.append((process.begin, process.world_size))
             points += [
@@ -152,21 +157,21 @@ class Goodput:
 
     @property
     def process_seconds(self) -> dict[str, float]:
-        """Seconds of all processes that train together, by cause and ``productive``.
+        """Seconds of all processes together, by cause and ``productive``.
 
-        Each part's seconds count as often as it had processes, on average over its time.
+        The seconds of each part are multiplied by its average number of processes.
         """
         totals = dict.fromkeys(("productive", *CAUSES), 0.0)
         for one in self.processes:
             number = one.mean_world_size
             for cause, seconds in one.seconds.items():
-                # While no process was there, none waited.
+                # During downtime no process was running, so no process waited.
                 totals[cause] += 0.0 if cause == "downtime" else seconds * number
         return totals
 
     @property
     def restarts_by_cause(self) -> dict[str, int]:
-        """How many restarts each cause had, in order of their first appearance."""
+        """Number of restarts by cause, in order of first occurrence."""
         counts: dict[str, int] = {}
         for restart in self.restarts:
             counts[restart.cause] = counts.get(restart.cause, 0) + 1

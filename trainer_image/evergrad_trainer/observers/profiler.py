@@ -1,4 +1,4 @@
-"""Traces some steps with torch's profiler, on a schedule, into files of the run directory."""
+"""Records traces of scheduled steps with torch's profiler, in files of the run directory."""
 
 import logging
 import os
@@ -19,15 +19,15 @@ from evergrad_trainer.observers.base import BaseObserver
 _log = logging.getLogger(__name__)
 
 WRITING_SECONDS: Final = 10.0
-"""How long the end of a process waits for its last trace."""
+"""Maximum time that the end of a process waits for its last trace."""
 PARTIAL_SECONDS: Final = 3600.0
-"""A file that was begun so long before another one was finished is nobody's any more: it takes seconds."""
+"""Age after which an unfinished file counts as abandoned, because writing a trace takes only seconds."""
 _FILE: Final = re.compile(r"step-(\d+)\.")
 _PARTIAL: Final = ".partial.json.gz"
 
 
 class Trace(Protocol):
-    """One recording of torch's profiler, or what stands for it."""
+    """One recording of torch's profiler, or its replacement in tests."""
 
     def start(self) -> None: ...
 
@@ -37,7 +37,7 @@ class Trace(Protocol):
 
 
 def begin_trace(settings: Profile) -> Trace:
-    """A recording of what the host and, where there is one, the accelerator do."""
+    """Begin a recording of the host and, if there is one, of the accelerator."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_initialized():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -48,7 +48,7 @@ def begin_trace(settings: Profile) -> Trace:
 
 
 class Profiler(BaseObserver):
-    """Traces by the numbers of the steps, so that every process of a run traces the same ones."""
+    """Traces steps by their numbers, so that every process of a run traces the same steps."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Profiler(BaseObserver):
         self._writing: threading.Thread | None = None
 
     def run_start(self, info: RunInfo) -> None:
-        # Where rank 0 starts or goes on: its next step may be the first of a trace.
+        # When rank 0 starts or resumes, its next step may be the first step of a trace.
         if self._trace is None and is_first(self._settings, info.start_step + 1):
             self._start(info.start_step + 1)
 
@@ -80,10 +80,11 @@ class Profiler(BaseObserver):
 
     def close(self) -> None:
         if self._trace is not None and self._left < self._settings.steps:
-            # The run ends or leaves in the middle of it: what there is of it is worth having.
+            # The run ends during the trace. Keep the steps that are traced.
             self._end()
         elif self._trace is not None:
-            # Without a whole step there is no trace; what one that ran out of memory had allocated is kept.
+            # Without a complete step there is no trace. The memory snapshot is still written, because it
+            # helps after a step that ran out of memory.
             self._trace.stop()
             self._trace = None
             self._dump_memory()
@@ -92,7 +93,7 @@ class Profiler(BaseObserver):
 
     def _start(self, step: int) -> None:
         if self._writing is not None and self._writing.is_alive():
-            # A slow volume: a trace is missed, instead of a step.
+            # The volume is slow: skip this trace instead of delaying a step.
             _log.warning("no trace of step %d: the one before is still being written", step)
             return
         self._trace = self._begin(self._settings)
@@ -127,11 +128,11 @@ class Profiler(BaseObserver):
                         path,
                     )
                 prune(self._folder, keep=self._settings.keep)
-            except Exception as error:  # noqa: BLE001 - a trace that cannot be written costs nothing but itself
+            except Exception as error:  # noqa: BLE001 - a failed trace must not stop the training
                 kind = type(error).__name__
                 _log.warning("the trace %s cannot be written: %s: %s", name, kind, error)
 
-        # Beside the training: writing a long one takes seconds.
+        # Write in a thread, because writing a long trace takes seconds.
         self._writing = threading.Thread(target=write, name="evergrad-trace", daemon=True)
         self._writing.start()
 
@@ -139,7 +140,7 @@ class Profiler(BaseObserver):
         return f"step-{self._first}.{socket.gethostname()}.{os.getpid()}"
 
     def _dump_memory(self) -> None:
-        """Write the snapshot of the device's memory, where one was asked for, and stop recording."""
+        """Write the snapshot of the device's memory, if it is enabled, and stop recording."""
         if not (self._settings.memory and torch.cuda.is_initialized()):
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -156,8 +157,8 @@ def is_first(settings: Profile, step: int) -> bool:
 
 
 def prune(folder: Path, *, keep: int) -> None:
-    """Remove the files of all steps but the ``keep`` that were written last, of whichever process, and those
-    that a kill has left unfinished."""
+    """Remove all traces except those of the ``keep`` steps that were written last by any process, and remove
+    unfinished files that a kill left."""
     found: dict[int, list[Path]] = {}
     times: dict[int, float] = {}
     partial: list[tuple[float, Path]] = []
@@ -177,10 +178,11 @@ def prune(folder: Path, *, keep: int) -> None:
         found.setdefault(step, []).append(path)
         times[step] = max(written, times.get(step, written))
 
-    # By time, since the newest trace of a run that went back has a lower step than older ones.
+    # Sort by time, because a run that went back may write its newest trace for a lower step.
     newest_first = sorted(found, key=lambda step: (times[step], step), reverse=True)
     removed = [path for step in newest_first[keep:] for path in found[step]]
-    # By the volume's clock alone: hosts have others, and the process of a lost host is not to be looked for.
+    # Compare only times of the volume's clock, because hosts have different clocks and a process on a lost
+    # host cannot be checked.
     now = max(times.values(), default=0.0)
     removed += [path for written, path in partial if now - written > PARTIAL_SECONDS]
     for path in removed:

@@ -1,9 +1,9 @@
-"""Observers of a task: on every rank, with a state that is saved and given on like the rest of the run.
+"""Observers of a task: they run on every rank, and their state is saved and transferred with the run's state.
 
-The observers of a run's files and displays are rank 0's, and are made anew where rank 0 is another process.
-Those of a task are made once in each process. Every rank calls them for the same steps and evaluations, so
-that each holds the same state, whichever rank is lost. On rank 0 they are called for the start and for all
-transitions, too.
+Observers of a run's files and displays run only on rank 0, and are created again if another process becomes
+rank 0. Observers of a task are created once in each process. Every rank calls them for the same steps and
+evaluations, so that all ranks hold the same state and any rank can be lost. Rank 0 also calls them for the
+start and for all events.
 """
 
 import functools
@@ -18,27 +18,27 @@ from evergrad_trainer.observers.base import BaseObserver, Observer, Observers
 from evergrad_trainer.observers.monitors import Monitors
 
 MAX_STATE_BYTES: Final = 64 * 1024
-"""Longest state of one observer, as JSON: it is in every checkpoint, and travels whenever a group forms."""
+"""Maximum size of one observer's state as JSON. The state is in every checkpoint, and is transferred whenever
+a group forms."""
 
 
 class Lasting(Observers):
     """A task's observers as a provider of the state registry.
 
-    An observer fails or ends the run by its own ``essential``, in its state as in all else: a failing one
-    keeps the state that it had last. Its ``listener`` are the run's own observers, on rank 0.
+    An error in an observer's state is treated like its other errors, according to its ``essential``. An
+    observer that fails keeps its last valid state. On rank 0, ``listener`` is the run's own observers.
     """
 
     essential = True
 
     def __init__(self, observers: Sequence[Observer]) -> None:
-        """Names in the checkpoint are those of the classes; of several of one class the second ends with
-        ``#2``."""
+        """Name the observers in the checkpoint by their classes; a second one of a class ends with ``#2``."""
         super().__init__(observers)
         self._names: dict[str, Observer] = {}
         self._states: dict[str, Any] = {}
         self._agreed: frozenset[str] = frozenset()
-        """Those that all ranks of the newest world have switched off."""
-        # Names are keys in the checkpoint: two observers of one class need two.
+        """Names of the observers that all ranks of the newest world have switched off."""
+        # Names are keys in the checkpoint, so they must be unique.
         for observer in observers:
             kind = type(observer)
             number = 1 + sum(type(one) is kind for one in self._names.values())
@@ -53,11 +53,11 @@ class Lasting(Observers):
 
     @property
     def is_disagreeing(self) -> bool:
-        """Whether one was switched off here since the ranks have agreed on which are."""
+        """Whether an observer was switched off here after the ranks last agreed on the list."""
         return self.switched_off != self._agreed
 
     def agree_switched_off(self, names: Set[str]) -> None:
-        """Switch off what is switched off on any rank: ``names``, the same on all of them."""
+        """Switch off the observers ``names``, which are switched off on any rank; the same on all ranks."""
         for name in sorted(names - self.switched_off):
             why = "it failed several times on another rank"
             message = f"observer {name} is switched off here, too: {why}"
@@ -65,16 +65,14 @@ class Lasting(Observers):
         self._agreed = frozenset(names)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return none: a task's tensors are its kept ones."""
+        """Return an empty mapping, because observers have no tensors."""
         return {}
 
     def values(self) -> Mapping[str, Any]:
-        """Return the state of each observer after the last step it was called for, by its name; those without
-        one are left out."""
+        """Return the state of each observer after its last step, by name, without empty states."""
 
         def keep(name: str, observer: Observer) -> None:
-            # Written and read back at once: what is kept is what a restart would give, without shared
-            # objects.
+            # Encode and decode the state: the result is the same as after a restart, and shares no objects.
             text = json.dumps(observer.state(), allow_nan=False)
             if len(text) > MAX_STATE_BYTES:
                 limit = f"at most {MAX_STATE_BYTES:,} are kept"
@@ -86,26 +84,26 @@ class Lasting(Observers):
         return {name: state for name, state in self._states.items() if state}
 
     def load_values(self, values: Mapping[str, Any]) -> None:
-        """Give each observer its state; an empty one where there is none, as at the beginning."""
+        """Load the state of each observer; an observer without a state gets an empty one, as at the start."""
         self._states = dict(values)
         for name, observer in self._names.items():
             state = self._states.get(name, {})
             self._ask(observer, lambda one, state=state: one.load_state(state))  # type: ignore[misc]
 
     def repeat(self, record: StepRecord) -> None:
-        """Have monitors say once more what has begun with the newest step: the process that was to write it
-        down is gone, as is its record, ``record``."""
+        """Let monitors report the alerts of the newest step again, after the loss of the process that should
+        have recorded them. ``record``: the record of that step."""
         for observer in self._names.values():
             if isinstance(observer, Monitors):
                 self._ask(observer, lambda one: one.repeat(record))  # type: ignore[attr-defined]
 
     def reset(self) -> None:
-        """Go back to the state before the first step."""
+        """Reset all observers to the state before the first step."""
         self.load_values({})
 
 
 class Announcer(BaseObserver):
-    """Passes events of an observer on every rank to the run's own observers, which are rank 0's."""
+    """Passes events from an observer on every rank to the run's own observers, which exist only on rank 0."""
 
     def __init__(self, lasting: Lasting) -> None:
         self._lasting = lasting
@@ -115,9 +113,9 @@ class Announcer(BaseObserver):
 
 
 class Together(BaseObserver):
-    """Rank 0's own observers and then a task's.
+    """Calls rank 0's own observers, and then the task's observers.
 
-    Closing it closes the former: the latter stay with their process.
+    ``close`` closes only rank 0's own observers, because a task's observers live as long as their process.
     """
 
     def __init__(self, own: Observer, lasting: Lasting) -> None:
@@ -149,6 +147,6 @@ class Together(BaseObserver):
         return self.own.wishes() | self.lasting.wishes()
 
     def close(self) -> None:
-        # The run's own observers are closed; a warning must not reach them any more.
+        # Warnings must not reach the run's own observers after they are closed.
         self.lasting.listener = BaseObserver()
         self.own.close()

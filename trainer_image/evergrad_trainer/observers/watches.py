@@ -1,6 +1,6 @@
-"""Decisions of a monitor from the values of a metric, and the state that they need. Pure.
+"""Decisions of monitors about the values of a metric, and the state that the decisions need. Pure.
 
-Every decision follows from the values alone, which are the same on every rank: a resume decides the same.
+A decision depends only on the values, which are the same on every rank, so a resumed run decides the same.
 """
 
 import math
@@ -20,7 +20,7 @@ DIVERGENCE_RATIO: Final = 2.0
 
 @dataclass(frozen=True)
 class Rule:
-    """The settings of a watch, with every default filled in. Fields as a monitor's of the file."""
+    """The settings of a watch, with all defaults. The fields are the fields of a monitor in the manifest."""
 
     kind: Kind
     metric: str
@@ -35,13 +35,13 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """Under which the state of its watch is kept."""
+        """The key of the watch's state."""
         return f"{self.kind}:{self.metric}"
 
 
 @dataclass(frozen=True)
 class WatchAlert:
-    """The beginning of what a rule looks for, after ``step``. ``value``: the mean that was looked at."""
+    """An alert: the condition of ``rule`` begins after ``step``. ``value``: the mean that was compared."""
 
     rule: Rule
     step: int
@@ -63,7 +63,7 @@ class WatchAlert:
 
 
 def rule_of(monitor: Monitor) -> Rule:
-    """A monitor of the file with its defaults."""
+    """Return the rule of a monitor of the manifest, with its defaults."""
     is_divergence = monitor.type == "divergence"
     ratio = DIVERGENCE_RATIO if is_divergence else COLLAPSE_RATIO
     return Rule(
@@ -81,7 +81,7 @@ def rule_of(monitor: Monitor) -> Rule:
 
 
 def rule_of_early_stop(early: EarlyStop) -> Rule:
-    """An early stop is a plateau at which the run stops."""
+    """Return the rule of an early stop, which is a plateau at which the run stops."""
     return Rule(
         kind="early stop",
         metric=early.metric,
@@ -94,27 +94,27 @@ def rule_of_early_stop(early: EarlyStop) -> Rule:
 
 @dataclass
 class Watch:
-    """One rule and its memory."""
+    """One rule and its state."""
 
     rule: Rule
     values: list[float] = field(default_factory=list)
-    """The newest ones, as many as the window has."""
+    """The newest values, as many as the window has."""
     others: list[float] = field(default_factory=list)
-    """The values of ``of`` beside them."""
+    """The values of the metric ``of`` at the same steps."""
     reference: float | None = None
-    """collapse: the first mean; divergence: the lowest; plateau: the best."""
+    """collapse: the first mean; divergence: the lowest mean; plateau: the best mean."""
     waited: int = 0
-    """plateau: looks since the best."""
+    """plateau: number of looks since the best mean."""
     since: int | None = None
-    """The step after which it began; None while all is well."""
+    """The step after which the condition began; None if it is not met."""
     alerts: int = 0
 
     def look(self, step: int, measured: Mapping[str, float]) -> WatchAlert | None:
-        """Take the values after ``step``; an alert where it begins now."""
+        """Add the values after ``step``; returns an alert if the condition begins at this step."""
         rule = self.rule
         value = measured.get(rule.metric, math.nan)
         other = measured.get(rule.of, math.nan) if rule.of else 0.0
-        # A step that was skipped has no loss; it says nothing about those around it.
+        # A skipped step has no loss. Ignore it, because it gives no information about other steps.
         if not (math.isfinite(value) and math.isfinite(other)):
             return None
         self.values = [*self.values, value][-rule.window :]
@@ -128,15 +128,17 @@ class Watch:
             self.since = None
             return None
         if self.since is not None:
-            # It goes on, and was said.
+            # The condition continues and has been reported already.
             return None
         self.since = step
         self.alerts += 1
         return WatchAlert(rule, step, mean, threshold)
 
     def alert_of(self, step: int) -> WatchAlert | None:
-        """The alert of the newest step, ``step``, where it has raised one: another process may have said it
-        to nobody."""
+        """Return the alert of the newest step, ``step``, or None if it raised no alert.
+
+        Used to report an alert again if the process that should have recorded it is lost.
+        """
         if self.since != step:
             return None
         mean = math.fsum(self.values) / self.rule.window
@@ -145,7 +147,7 @@ class Watch:
         return None if threshold is None else WatchAlert(self.rule, step, mean, threshold)
 
     def _judge(self, mean: float) -> float | None:
-        """The threshold that ``mean`` is beyond; None while all is well."""
+        """Return the threshold that ``mean`` violates, or None if the condition is not met."""
         rule, reference = self.rule, self.reference
         if rule.kind == "collapse":
             self.reference = mean if reference is None else reference
@@ -170,7 +172,7 @@ class Watch:
         return reference if self.waited >= rule.patience else None
 
     def state(self) -> dict[str, Any]:
-        """The state to be remembered, as JSON values."""
+        """Return the state as JSON values."""
         return {
             "values": list(self.values),
             "others": list(self.others),
@@ -182,16 +184,16 @@ class Watch:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state`; the rule may have been changed in place meanwhile.
+        """Load a state from :meth:`state`; the rule may have changed since.
 
-        An alarm that has begun by the rule of then is over where it would not be by that of now: a run that
-        it has stopped goes on.
+        If an alert has begun under the old rule but not under the new rule, it ends, so that a run that the
+        alert stopped can continue.
         """
         window, rule = self.rule.window, self.rule
         self.values = [float(one) for one in state.get("values", ())][-window:]
         self.others = [float(one) for one in state.get("others", ())][-window:]
         if rule.of and state.get("of", rule.of) != rule.of:
-            # The state beside the values is of another metric.
+            # ``others`` has values of another metric, so drop both lists.
             self.values, self.others = [], []
         self.reference = state.get("reference")
         self.waited = int(state.get("waited", 0))
@@ -202,7 +204,7 @@ class Watch:
         if rule.kind in ("plateau", "early stop"):
             is_over = self.waited < rule.patience
         else:
-            # The same values by the same rule are beyond the same threshold: nothing is over then.
+            # With an unchanged rule the same values violate the same threshold, so the alert continues.
             is_over = len(self.values) < window
             is_over = is_over or self._judge(math.fsum(self.values) / window) is None
         if is_over:
@@ -210,5 +212,8 @@ class Watch:
 
 
 def _share(base: float, ratio: float) -> float:
-    """``ratio`` times ``base``; for a negative base as far from it in the same direction."""
+    """Return ``ratio`` times ``base``; for a negative base, the same distance in the same direction.
+
+    For example, a ratio of 2 gives 6 for a base of 3, and 0 for a base of -3.
+    """
     return base + (ratio - 1) * abs(base)

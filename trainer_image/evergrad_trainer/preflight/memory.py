@@ -1,5 +1,5 @@
-"""Checks of preflight for the model: its size compared with this machine's memory, and the frozen weights that
-adapters or a predictor need."""
+"""Checks of preflight for the model: its size compared with this machine's memory, and the frozen weights
+that adapters or a predictor need."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -48,7 +48,7 @@ from evergrad_trainer.run.redaction import hide_home
 
 @dataclass(frozen=True)
 class ReportFacts:
-    """Everything that a report shows besides its plots."""
+    """All facts that a report shows, except its plots."""
 
     name: str
     subtitle: tuple[str, ...]
@@ -57,35 +57,35 @@ class ReportFacts:
     shares: tuple[Share, ...]
     evaluations: Table
     results: Table
-    """Results of ``evergrad evaluate``; without rows where it was not used."""
+    """Results of ``evergrad evaluate``; without rows if it was not used."""
     checkpoints: Table
     restarts: Table
     changes: Table
-    """Fields of the file that changed while the run lived."""
+    """Fields of the manifest that changed during the run."""
     worlds: Table
-    """Each change of the world; without rows where the world stayed the same."""
+    """Each change of the world; without rows if there was no change."""
     world_causes: Table
     warnings: tuple[str, ...]
     environment: tuple[tuple[str, str], ...]
     configuration: str
     goodput: Goodput
     steps: StepTable
-    """The rows that count, in order of the steps."""
+    """The valid rows, in order of the steps."""
     superseded: StepTable
-    """The others, in the order of the file."""
+    """The superseded rows, in the order of the file."""
     history: History
     metrics: Mapping[str, Mapping[str, str]]
-    """Metrics of the recipe besides the loss: ``unit`` and ``help`` by name, from its start event."""
+    """Metrics of the recipe except the loss: ``unit`` and ``help`` by name, from its start event."""
     loss_items: str
-    """Items over which the loss is a mean."""
+    """Items over which the loss is averaged."""
     unit_read: str
-    """Unit of what the run has read: tokens, or samples where they are no text."""
+    """Unit of the data that the run read: tokens, or samples if they are not text."""
     pod_time: PodTime | None = None
-    """Time of the run's pods; None where no cluster's object of the run was given."""
+    """Time of the run's pods; None if the run's object of a cluster was not given."""
 
     @property
     def loss_unit(self) -> str:
-        """Unit of the loss. Only that of tokens is known to be in nats."""
+        """Unit of the loss. Only a loss of tokens is known to be in nats."""
         return (
             "nats per token"
             if self.loss_items == TOKENS
@@ -98,7 +98,7 @@ def gather_facts(
 ) -> ReportFacts:
     """Read everything. ``cluster_run``: file with the run's object of a cluster, if there is one.
 
-    Raises RunDirectoryError for files that are no run's; a run without steps is fine.
+    Raises RunDirectoryError if the files do not belong to a run. A run without steps is valid.
     """
     directory.require_run()
     history = read_history(directory)
@@ -106,8 +106,8 @@ def gather_facts(
     resolved = directory.read_resolved() or {}
     step = history.steps.newest_step
 
-    # A step trained again after a kill is in the file twice: figures and curves show the one that counts.
-    # Training went back to the newest row: what is beyond its step has not come again yet.
+    # A step that was trained again after a kill is in the file twice; figures and curves show the valid row.
+    # If training went back, rows after the newest row's step have not been trained again yet. Leave them out.
     last = history.steps.last_rows()
     last = last[history.steps.step[last] <= step]
     is_counting = np.zeros(len(history.steps), np.bool_)
@@ -116,7 +116,7 @@ def gather_facts(
     history = _leave_out_lost(history, counting)
 
     started = _find_started(resolved, history.events)
-    # The manifest is shown as it was resolved; its paths may name who ran it.
+    # Show the resolved manifest, without home directories, because its paths may contain the user's name.
     manifest = resolved.get("manifest", resolved)
     text = yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True, width=110)
     named = as_mapping(started.get("metrics"))
@@ -158,15 +158,15 @@ def gather_facts(
 
 
 def _leave_out_lost(history: History, steps: StepTable) -> History:
-    """The history without evaluations and skipped steps before which training went back.
+    """Return the history without evaluations and skipped steps that are lost because training went back.
 
-    ``steps``: the rows that count. The state that was measured is gone, and other steps may follow.
+    ``steps``: the valid rows. The measured state is lost, and other steps may follow.
     """
 
     def counts(one: EvaluationRecord | Event) -> bool:
         place = int(np.searchsorted(steps.step, one.step))
         if place == len(steps):
-            # Behind the newest step. Without one, a run measures what it begins with.
+            # After the newest step. A run without steps measures its initial state.
             return place == 0
         is_trained_here = steps.step[place] == one.step
         return not is_trained_here or one.generation >= int(steps.generation[place])
@@ -181,8 +181,8 @@ def _leave_out_lost(history: History, steps: StepTable) -> History:
 
 
 def _find_started(resolved: Mapping[str, Any], events: Sequence[Event]) -> dict[str, Any]:
-    """Find the facts of the newest start event, with the manifest's where it has none: a run that failed
-    before its first start event has a manifest all the same."""
+    """Find the facts of the newest start event; missing facts are from the manifest, which exists even if a
+    run failed before its first start event."""
     training = _dig(resolved, "manifest", "spec", "training")
     model = _dig(training, "model", "config", "model_type") or _dig(
         training, "model", "path"

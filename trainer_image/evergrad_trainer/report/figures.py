@@ -1,4 +1,4 @@
-"""The head of a report as words and numbers: status, subtitle, figures, shares of time, environment. Pure."""
+"""The head of a report as texts: status, subtitle, figures, shares of time and environment. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from evergrad_trainer.report.tables import CAUSE_TEXTS, best_evaluations, last_e
 from evergrad_trainer.run.redaction import hide_home
 
 FINAL_LOSS_STEPS = 20
-"""The final training loss is also given as a mean of this many steps: a single step's is noise."""
+"""Number of last steps over which the final training loss is averaged, because one step's loss is noisy."""
 _MOST_SETS = 4
-"""Evaluation sets with a figure of their own; the table has all of them."""
+"""Maximum number of evaluation sets with a figure; the table lists all sets."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """State of the run in one word. ``tone``: good, bad, warn or quiet."""
+    """The state of the run in one word. ``tone``: good, bad, warn or quiet."""
 
     label: str
     tone: str
@@ -31,7 +31,7 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of the summary. ``note``: what it means or is made of."""
+    """One number of the summary. ``note``: its meaning or its parts."""
 
     title: str
     value: str
@@ -40,7 +40,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Share:
-    """Time that went to one cause. ``ratio``: of the elapsed time."""
+    """The time of one cause. ``ratio``: its share of the elapsed time."""
 
     cause: str
     text: str
@@ -49,18 +49,18 @@ class Share:
     duration: str
     percent: str
     process_time: str
-    """The same time of all processes together; empty for time without any."""
+    """The time of all processes together; empty if no process existed at that time."""
 
 
 def describe_status(goodput: Goodput, *, is_complete: bool, step: int) -> RunStatus:
-    """Describe how the run ended, or that it has not."""
-    # The mark of the end counts, whatever the last process of the run wrote after it.
+    """Describe how the run ended, or its state if it has not ended."""
+    # The completion mark takes precedence over records that a process wrote after it.
     if is_complete:
         return RunStatus("Complete", "good", f"reached step {count(step)}")
     if not goodput.processes:
         return RunStatus("Not started", "quiet", "no process has written anything yet")
 
-    # Without the mark, the last process says how things are.
+    # Without the mark, use the end of the last process.
     last = goodput.processes[-1]
     if last.ended == "failed":
         return RunStatus("Failed", "bad", last.detail)
@@ -72,7 +72,7 @@ def describe_status(goodput: Goodput, *, is_complete: bool, step: int) -> RunSta
 
 
 def describe_run(started: Mapping[str, Any], goodput: Goodput) -> tuple[str, ...]:
-    """Describe the run in a few words each: model, size, precision, parallelism, processes, time."""
+    """Describe the run in short texts: model, size, precision, parallelism, processes and time."""
     parameters = started.get("parameters")
     facts = [
         str(started.get("model") or ""),
@@ -81,7 +81,7 @@ def describe_run(started: Mapping[str, Any], goodput: Goodput) -> tuple[str, ...
         str(started.get("parallelism") or ""),
     ]
 
-    # One number of processes, or the least and the most where training went on with others.
+    # Show one number of processes, or the smallest and the largest if the number changed.
     sizes = [started.get("world_size")]
     for change in goodput.changes:
         sizes += [change.from_world_size, change.world_size]
@@ -91,7 +91,7 @@ def describe_run(started: Mapping[str, Any], goodput: Goodput) -> tuple[str, ...
         number = f"{least}–{most}" if most > least else str(least)
         facts.append(f"{number} process{'es' if most != 1 else ''}")
 
-    # Processes may overlap where a frozen one wrote on: the last one to begin need not be the last to end.
+    # Processes may overlap if a frozen one continued to write, so the last to begin may not end last.
     if goodput.processes:
         begin = goodput.processes[0].begin
         end = max(one.end for one in goodput.processes)
@@ -107,8 +107,10 @@ def summary_figures(
     *,
     unit: str = TOKENS,
 ) -> tuple[Figure, ...]:
-    """List the numbers of the summary, in the order of the page. ``steps``: the rows that count; ``unit``: of
-    what they have read."""
+    """List the numbers of the summary, in the order of the page.
+
+    ``steps``: the valid rows. ``unit``: unit of the data that the steps read, such as tokens.
+    """
     total = started.get("total_steps")
     step = count(history.steps.newest_step)
     items = str(started.get("loss_items", TOKENS))
@@ -142,7 +144,7 @@ def loss_figure(steps: StepTable) -> Figure:
     """Show the training loss at the end."""
     if not len(steps):
         return Figure("Training loss", "–", "no step yet")
-    # One step's loss is noise: the mean is what runs are compared by.
+    # Average several steps to compare runs, because the loss of one step is noisy.
     recent = steps.loss[-FINAL_LOSS_STEPS:]
     recent = recent[np.isfinite(recent)]
     last = real(float(steps.loss[-1]))
@@ -153,13 +155,13 @@ def loss_figure(steps: StepTable) -> Figure:
 
 
 def evaluation_figures(history: History, *, items: str) -> list[Figure]:
-    """Show the newest loss of each set, at most four of them."""
+    """Show the newest loss of each set, for at most four sets."""
     best = best_evaluations(history.evaluations)
     newest = {one.name: one for one in last_evaluations(history.evaluations)}
     figures = []
     for name, one in list(newest.items())[:_MOST_SETS]:
         notes = [f"perplexity {real(one.perplexity, 2)}"] if items == TOKENS else []
-        # The best one is worth a word only where it is not the newest.
+        # Mention the best loss only if it is not the newest.
         if name in best and best[name].step != one.step:
             notes.append(f"best {real(best[name].loss)} at step {count(best[name].step)}")
         note = "; ".join(notes) or f"mean over {count(one.tokens)} {items}"
@@ -168,9 +170,9 @@ def evaluation_figures(history: History, *, items: str) -> list[Figure]:
 
 
 def speed_figure(steps: StepTable, *, unit: str = TOKENS) -> Figure:
-    """Show tokens, or another ``unit``, a second over all steps that count."""
+    """Show tokens (or another ``unit``) per second over all valid steps."""
     title = f"{unit.capitalize()} per second"
-    # Rows of a broken clock have no duration; a speed over no time would be infinite.
+    # Rows of a broken clock have no duration, and a speed over zero seconds would be infinite.
     seconds = float(np.nansum(steps.step_seconds))
     if not seconds > 0:
         return Figure(title, "–", "no step yet")
@@ -181,9 +183,9 @@ def speed_figure(steps: StepTable, *, unit: str = TOKENS) -> Figure:
 
 
 def utilisation_figures(steps: StepTable, started: Mapping[str, Any]) -> list[Figure]:
-    """Show operations a second and, for devices that are known, their share of what is possible."""
+    """Show operations per second and, for known devices, their share of the peak performance."""
     work, peak = started.get("flops_per_step"), started.get("peak_flops")
-    # Steps that were passed over had no tokens, and no operations.
+    # Skipped steps have no tokens and no operations.
     trained = (steps.tokens > 0) & (steps.step_seconds > 0)
     seconds = float(np.nansum(steps.step_seconds[trained]))
     if not isinstance(work, int | float) or not seconds > 0:
@@ -198,16 +200,16 @@ def utilisation_figures(steps: StepTable, started: Mapping[str, Any]) -> list[Fi
 
 
 def _flops(per_second: float) -> str:
-    """``70.9e9`` → ``70.9 GFLOP/s``."""
+    """Format operations per second; for example, ``70.9e9`` becomes ``70.9 GFLOP/s``."""
     text = short_count(per_second)
     number = text.rstrip("kMBT")
-    # A unit has the prefixes of the SI, whose G is the B of a count.
+    # Units have SI prefixes, so replace the B (billion) of a count with G.
     return f"{number} {text[len(number) :].replace('B', 'G')}FLOP/s"
 
 
 def interruption_figures(goodput: Goodput) -> list[Figure]:
     """Count restarts, and changes of the world if there were any, by their causes."""
-    # Restarts cost steps: the note says how many, and what to do something about.
+    # Restarts cost steps. The note shows the number of steps and the causes.
     ended = [
         f"{number} {cause.replace('_', ' ')}"
         for cause, number in goodput.restarts_by_cause.items()
@@ -217,7 +219,7 @@ def interruption_figures(goodput: Goodput) -> list[Figure]:
     note = f"{', '.join(ended)}; {lost}" if ended else "trained in one go"
     figures = [Figure("Restarts", count(len(goodput.restarts)), note)]
 
-    # Changes of the world cost time and no step.
+    # Changes of the world cost time, but no steps.
     if goodput.changes:
         changed = ", ".join(
             f"{number} × {CHANGES[cause].text}"
@@ -230,12 +232,11 @@ def interruption_figures(goodput: Goodput) -> list[Figure]:
 
 
 def time_shares(goodput: Goodput) -> tuple[Share, ...]:
-    """List productive time first, then what was lost, the largest part first; causes that took nothing are
-    left out."""
+    """List productive time first, then lost time by cause, the largest first, without causes of 0 s."""
     elapsed = goodput.elapsed_seconds
     if not elapsed > 0:
         return ()
-    # The dearest cause first, since that is what one can do something about.
+    # List the most expensive cause first, because reducing it gains most.
     lost = sorted(goodput.lost_seconds.items(), key=lambda item: -item[1])
     of_all = goodput.process_seconds
     parts = [("productive", goodput.productive_seconds)]
@@ -255,10 +256,10 @@ def time_shares(goodput: Goodput) -> tuple[Share, ...]:
 
 
 def environment_rows(processes: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
-    """Show the newest process's provenance, as rows of a title and a text."""
+    """Show the provenance of the newest process, as rows of a title and a text."""
     if not processes:
         return ()
-    # Earlier processes may have run elsewhere; the newest one says how the run goes on.
+    # Earlier processes may have run on other machines. The newest process describes the current state.
     entry = processes[-1]
     versions = as_mapping(entry.get("versions"))
     hardware = as_mapping(entry.get("hardware"))
@@ -268,7 +269,7 @@ def environment_rows(processes: Sequence[Mapping[str, Any]]) -> tuple[tuple[str,
     commit = str(git.get("commit") or "")
     gpus = ", ".join(map(str, hardware.get("gpus") or []))
 
-    # Other versions in earlier processes may have changed the last bits of their steps.
+    # List other versions of earlier processes, because they may have changed the last bits of results.
     earlier: dict[str, None] = {}
     for process in processes:
         for key in ("evergrad", "torch", "transformers"):
@@ -292,12 +293,12 @@ def environment_rows(processes: Sequence[Mapping[str, Any]]) -> tuple[tuple[str,
         ("Memory", size(memory) if isinstance(memory, int) else None),
         ("Accelerators", gpus or "none"),
     ]
-    # A report is passed on: paths of a home folder say who ran it.
+    # Reports are shared, and paths of a home directory contain the user's name.
     return tuple(
         (title, hide_home(str(text))) for title, text in rows if text not in (None, "")
     )
 
 
 def as_mapping(value: object) -> Mapping[str, Any]:
-    """Return ``value`` if it is a mapping, else an empty one: files may be of other versions."""
+    """Return ``value`` if it is a mapping, or else an empty one, because files may be of other versions."""
     return value if isinstance(value, Mapping) else {}

@@ -1,4 +1,4 @@
-"""Drafts of the report's plots: curves, legend and words of each, before anything is drawn."""
+"""Drafts of the report's plots: the curves, legend and texts of each plot before it is drawn."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,14 +26,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MOST_SETS = 6
-"""Curves of evaluation sets in one plot: more colours cannot be told apart."""
+"""Maximum number of evaluation sets in one plot. More colours are not distinguishable."""
 _MOST_CHANGES = 2000
-"""Newest changes of the world in one plot: more are narrower than a pixel."""
+"""Maximum number of changes of the world in one plot, newest first. More would be narrower than a pixel."""
 _MOST_RESTARTS = 100
-"""Newest restarts that are marked: more would hide the curve."""
+"""Maximum number of restarts that are marked, newest first. More marks would hide the curve."""
 _LARGEST = 1e300
-"""Greatest magnitude of a value that is drawn, as a number that is not finite is not: the span of an axis has
-to be one, too."""
+"""Largest magnitude of a value that is drawn, because the span of an axis must be finite too."""
 _TIME_UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 PHASES = (
     ("forward_backward_seconds", "forward and backward"),
@@ -46,8 +45,8 @@ PHASES = (
 
 @dataclass(frozen=True)
 class Legend:
-    """Entry of a legend. ``color``: a name of COLORS. ``style``: line, faint, dashed, dot or area. ``value``:
-    text beside it."""
+    """An entry of a legend. ``color``: a name of COLORS. ``style``: line, faint, dashed, dot or area.
+    ``value``: text next to the label."""
 
     label: str
     color: str
@@ -57,20 +56,20 @@ class Legend:
 
 @dataclass(frozen=True)
 class Chart:
-    """A plot as a browser draws it where scripts may run."""
+    """A plot for a browser that can run scripts."""
 
     x: Reals
     curves: Sequence[Parts]
-    """One for each of the first entries of the legend."""
+    """One curve for each of the first entries of the legend."""
     form: str = "line"
-    """Line, points (a line over all gaps), stairs or stack."""
+    """``line``, ``points`` (a line across all gaps), ``stairs`` or ``stack``."""
     marks: Sequence[int] = ()
     """Steps of restarts."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A plot before it is drawn. ``wide``: height of its form for wide pages, if it has one."""
+    """A plot before it is drawn. ``wide``: height of the variant for wide pages, if there is one."""
 
     title: str
     description: str
@@ -79,9 +78,9 @@ class Draft:
     unit: str
     wide: int | None = None
     across: str = "step"
-    """Quantity on the x axis; all plots against the step share one range."""
+    """Quantity on the x axis. All plots against the step have the same range."""
     scale: str = ""
-    """Scale of the y axis: ``zero`` (from zero on), ``logarithmic``, or where the values are."""
+    """Scale of the y axis: ``zero`` (begins at 0), ``logarithmic``, or empty for the range of the values."""
     chart: Chart | None = None
 
 
@@ -90,9 +89,9 @@ def _finite(values: Any) -> Any:
 
 
 def loss_plot(facts: ReportFacts) -> Draft:
-    """Plan the plot of the training loss: each step, the trend, what was lost, and restarts."""
+    """Plan the plot of the training loss: each step, the trend, lost steps and restarts."""
     steps, superseded = facts.steps, facts.superseded
-    # Fifty windows over the run: the trend shows, and a short run keeps each step.
+    # Use fifty windows over the run, so that the trend is visible and a short run shows each step.
     window = max(1, len(steps) // 50)
     loss = _finite(steps.loss)
     is_smoothed = window > 1
@@ -100,7 +99,7 @@ def loss_plot(facts: ReportFacts) -> Draft:
     raw = envelope(steps.step, loss)
     smoothed = means(steps.step, trend, points=500)
     lost = broken(superseded.step, _finite(superseded.loss))
-    # Each attempt is a line of its own until there are too many points to draw.
+    # Draw each attempt as a separate line, unless there are too many points.
     if len(lost) > 4000:
         lost = envelope(superseded.step, _finite(superseded.loss))
     rows = SeriesRows(steps.step)
@@ -109,7 +108,7 @@ def loss_plot(facts: ReportFacts) -> Draft:
     restarts = [step for step in resumed if step][-_MOST_RESTARTS:]
 
     def paint(axes: "Axes") -> None:
-        # Under the curves, so that they stay readable where there were many.
+        # Draw the marks under the curves, so that the curves stay readable.
         for step in restarts:
             axes.axvline(
                 step, color=COLORS["muted"], linewidth=0.8, alpha=0.7, dashes=(3, 3)
@@ -120,11 +119,11 @@ def loss_plot(facts: ReportFacts) -> Draft:
             _line(axes, raw, "s1", width=1.4)
         if len(lost):
             _line(axes, lost, "s2", width=1.0, opacity=0.75)
-        # Last, so that the trend lies above what it is the trend of.
+        # Draw the trend last, so that it lies above the steps.
         if is_smoothed:
             _line(axes, smoothed, "s1", width=1.8)
 
-    # The legend has what is drawn, and nothing else.
+    # The legend lists only curves that are drawn.
     legend = [Legend("each step", "s1", "faint" if is_smoothed else "line")]
     if is_smoothed:
         legend.append(Legend(f"mean of {window} steps", "s1"))
@@ -149,9 +148,9 @@ def loss_plot(facts: ReportFacts) -> Draft:
 
 
 def evaluation_plot(evaluations: Sequence[EvaluationRecord], *, unit: str) -> Draft:
-    """Plan the plot of the evaluation losses, a curve for each set."""
+    """Plan the plot of the evaluation losses, with one curve for each set."""
     names = list(dict.fromkeys(one.name for one in evaluations))
-    # More colours than these cannot be told apart; the table has all sets.
+    # More colours are not distinguishable; the table lists all sets.
     shown = names[:_MOST_SETS]
     legend: list[Legend] = []
     curves: list[tuple[Curve, str]] = []
@@ -213,9 +212,9 @@ def learning_rate_plot(facts: ReportFacts) -> Draft:
 
 
 def speed_plot(facts: ReportFacts) -> Draft:
-    """Plan the plot of tokens, or of samples that are no text, a second."""
+    """Plan the plot of tokens per second, or of samples per second if they are not text."""
     steps = facts.steps
-    # A step of no measured duration has no speed: it leaves a gap.
+    # A step without a measured duration has no speed and leaves a gap.
     with np.errstate(divide="ignore", invalid="ignore"):
         speed = _finite(steps.tokens / steps.step_seconds)
     curve, rows = means(steps.step, speed, points=300), SeriesRows(steps.step)
@@ -262,7 +261,7 @@ def norm_plot(facts: ReportFacts) -> Draft:
     label = f"mean of {window} steps" if window > 1 else "each step"
     legend = [Legend("each step", "s1", "faint")] if window > 1 else []
     legend.append(Legend(label, "s1", "line", f"median {median}"))
-    # Above the limit the update is shortened: the norm before that shows what the data did.
+    # Show the norm before clipping, because clipping would hide large gradients.
     title = "Gradient norm, before clipping"
     return Draft(
         title,
@@ -276,7 +275,7 @@ def norm_plot(facts: ReportFacts) -> Draft:
 
 
 def metric_plot(facts: ReportFacts, name: str) -> Draft:
-    """Plan the plot of a metric of the recipe, with the unit and the help that it declares."""
+    """Plan the plot of a metric of the recipe, with its declared unit and help text."""
     declared = facts.metrics.get(name, {})
     values = _finite(facts.steps.metrics[name])
     window = max(1, len(values) // 50)
@@ -295,7 +294,7 @@ def metric_plot(facts: ReportFacts, name: str) -> Draft:
     label = f"mean of {window} steps" if window > 1 else "each step"
     legend.append(Legend(label, "s1", "line", f"last {last}"))
     description = f"{name} against the step; the last is {last}."
-    # The title's first part makes the ids, and is all there is where an older version wrote the events.
+    # The ids depend on the first part of the title. Events of older versions have no help text.
     meaning = declared.get("help", "").rstrip(".")
     title = f"{name}, {meaning}" if meaning else name
     return Draft(
@@ -316,10 +315,10 @@ def split_plot(facts: ReportFacts) -> Draft:
     phases = [_finite(getattr(steps, name)) for name, _ in PHASES]
     for seconds in phases:
         curves.append(means(steps.step, seconds, points=150))
-        # The mean of nothing is a warning, and no number.
+        # numpy warns about the mean of an empty array.
         averages.append(float(np.nanmean(seconds)) if np.isfinite(seconds).any() else 0.0)
 
-    # Milliseconds for small models: an axis of 0.00 says nothing.
+    # Use milliseconds for small models, because an axis of 0.00 s is not readable.
     total = sum(averages) or 1.0
     scale, unit = (
         (1.0, "seconds per step") if total >= 1 else (1e3, "milliseconds per step")
@@ -329,7 +328,7 @@ def split_plot(facts: ReportFacts) -> Draft:
         x = curves[0].x
         layers = [np.nan_to_num(curve.y) * scale for curve in curves]
         colors = [COLORS[f"p{number}"] for number in range(1, len(layers) + 1)]
-        # Areas need a width: one or two steps are drawn as bars.
+        # Draw one or two steps as bars, because areas need a width.
         if len(x) < 3:
             for index, layer in enumerate(layers):
                 axes.bar(
@@ -359,22 +358,22 @@ def split_plot(facts: ReportFacts) -> Draft:
         unit=unit,
         wide=250,
         scale="zero",
-        # Bars stay a picture.
+        # Bars have no interactive chart.
         chart=chart if len(steps) >= 3 else None,
     )
 
 
 def world_plot(facts: ReportFacts) -> Draft:
-    """Plan the one plot over time: where training stands still, no step goes by."""
+    """Plan the plot of the world size over time, not over steps, because pauses have no steps."""
     sizes = facts.goodput.world_sizes[-_MOST_CHANGES:]
     begin = facts.goodput.world_sizes[0][0]
     elapsed = sizes[-1][0] - begin
-    # The largest unit that makes at least five of it: hours for a day, days for a week.
+    # Use the largest unit of which the run has at least five: hours for a day, days for a week.
     fitting = [one for one in _TIME_UNITS if elapsed >= 5 * one[1]]
     unit, seconds = fitting[0] if fitting else _TIME_UNITS[-1]
     x = np.array([(time - begin) / seconds for time, _ in sizes], np.float64)
     y = np.array([size for _, size in sizes], np.float64)
-    # By time, not by change: a short spell of one process must not weigh as much as a day of ten.
+    # Weight the mean by time: a minute with one process must not count as much as a day with ten.
     lengths = np.clip(np.diff(x), 0.0, None)
     mean = (
         float((y[:-1] * lengths).sum() / lengths.sum())
@@ -410,13 +409,13 @@ def world_plot(facts: ReportFacts) -> Draft:
         across=f"{unit} since the start",
         wide=200,
         scale="zero",
-        # Clocks of hosts differ a little, and a chart goes on from left to right.
+        # Clocks of hosts differ slightly, but the x values of a chart must not decrease.
         chart=Chart(np.maximum.accumulate(x), [(y,)], form="stairs"),
     )
 
 
 def _chart_of_trend(facts: ReportFacts, trend: Reals, *, each: Reals | None) -> Chart:
-    """Make the chart of a trend, and of the values of each step under it where these differ."""
+    """Build the chart of a trend, with the values of each step under it if they differ from the trend."""
     rows = SeriesRows(facts.steps.step)
     curves = [rows.means(trend)]
     if each is not None:
@@ -433,7 +432,7 @@ def _line(
     opacity: float = 1.0,
     marker: bool = False,
 ) -> None:
-    # A line through one point is invisible.
+    # A line with a single point is invisible, so draw a marker.
     is_point = marker or int(np.count_nonzero(np.isfinite(curve.y))) == 1
     axes.plot(
         curve.x,
@@ -448,8 +447,8 @@ def _line(
 
 
 def _scale_of(values: Reals) -> str:
-    """Choose a logarithmic axis where a linear one would press nearly everything onto its lower edge."""
-    # Quantiles of nothing are an error.
+    """Choose a logarithmic axis if a linear axis would show nearly all values at its lower edge."""
+    # Quantiles of an empty array raise an error.
     finite = values[np.isfinite(values)]
     if not len(finite):
         return ""

@@ -1,4 +1,4 @@
-"""The report's tables, as text cells both renderers show. Pure."""
+"""The report's tables, as text cells for both renderers. Pure."""
 
 import math
 from collections import Counter
@@ -40,12 +40,12 @@ def build_table(
     *,
     numeric: Sequence[str],
 ) -> Table:
-    """Build a table, of its first and last rows alone when there are too many to read."""
+    """Build a table; if there are too many rows, only with the first and the last rows."""
     left_out = len(rows) - _FIRST_ROWS - _LAST_ROWS
-    # A gap of one row would take as much room as the row.
+    # A gap of one row would take as much space as the row.
     if left_out < 2:
         return Table(tuple(titles), tuple(rows), frozenset(numeric))
-    # How it began and how it stands: what is between them is in the files.
+    # Show the begin and the current state. The files contain the rows between them.
     shown = (*rows[:_FIRST_ROWS], *rows[-_LAST_ROWS:])
     return Table(
         tuple(titles),
@@ -58,7 +58,7 @@ def build_table(
 
 def checkpoint_table(events: Sequence[Event]) -> Table:
     """List published checkpoints and failed saves, in order."""
-    # Failed saves are listed among the others: the gap they leave is what a reader looks for.
+    # List failed saves among the others, because they explain gaps between checkpoints.
     saves = [
         event for event in events if event.type in (EventType.SAVE, EventType.SAVE_FAILED)
     ]
@@ -81,7 +81,7 @@ def checkpoint_table(events: Sequence[Event]) -> Table:
 
 
 def restart_table(goodput: Goodput) -> Table:
-    """Show why processes ended and where the next one went on."""
+    """Show why processes ended and the step from which the next process resumed."""
     titles = (
         "Restarted (UTC)",
         "The process before was",
@@ -105,9 +105,9 @@ def restart_table(goodput: Goodput) -> Table:
 
 
 def world_cause_table(goodput: Goodput) -> Table:
-    """Show what changes of the world cost, by their cause, the dearest first."""
+    """Show the cost of changes of the world by cause, the most expensive first."""
     seconds, counts = goodput.reconfiguration_seconds_by_cause, goodput.changes_by_cause
-    # The sum says what a cause has cost, the longest one whether it was one bad case.
+    # The sum is the cost of a cause. The longest change shows whether a single case dominates it.
     longest = {
         cause: max(one.seconds for one in goodput.changes if one.cause == cause)
         for cause in counts
@@ -148,9 +148,9 @@ def _processes(number: int | None) -> str:
 def evaluation_table(evaluations: Sequence[EvaluationRecord], *, items: str) -> Table:
     """List all evaluations in order; the best of each set is marked.
 
-    ``items``: what a loss is a mean over.
+    ``items``: the items over which a loss is averaged, such as tokens.
     """
-    # Sets may have metrics of their own: each is a column, empty where a set has it not.
+    # Sets may have different metrics. Each metric is a column, which is empty if a set lacks it.
     best = best_evaluations(evaluations)
     metrics = dict.fromkeys(name for one in evaluations for name in one.metrics)
     perplexity = ("Perplexity",) if items == TOKENS else ()
@@ -172,7 +172,7 @@ def evaluation_table(evaluations: Sequence[EvaluationRecord], *, items: str) -> 
 
 
 def change_table(events: Sequence[Event]) -> Table:
-    """List the fields of the file that changed while the run lived, in order."""
+    """List the fields of the manifest that changed during the run, in order."""
     titles = ("After step", "Field", "Before", "From then on")
     rows = [
         (count(one.step), one.field, one.old, one.new)
@@ -202,8 +202,8 @@ def last_evaluations(evaluations: Sequence[EvaluationRecord]) -> list[Evaluation
 
 
 def warnings_of(history: History, goodput: Goodput, *, steps: StepTable) -> tuple[str, ...]:
-    """Collect everything that a reader should not overlook, as sentences. ``steps``: the rows that count."""
-    # In the order of the run; what concerns the files as a whole comes last.
+    """Collect the warnings for the reader, as sentences. ``steps``: the valid rows."""
+    # In the order of the run; warnings about the files come last.
     found = []
     for event in history.events:
         fields, step = event.fields, count(event.step)
@@ -225,18 +225,18 @@ def warnings_of(history: History, goodput: Goodput, *, steps: StepTable) -> tupl
             error = fields.get("error")
             found.append(f"a process failed at step {step} with {error}: {message}")
     non_finite = int(np.count_nonzero(~np.isfinite(steps.loss)))
-    # Such steps leave gaps in the curve, which are easily overlooked.
+    # Warn about such steps, because their gaps in the curve are easy to overlook.
     if non_finite:
         found.append(
             f"{count(non_finite)} step{'s' if non_finite > 1 else ''} had a loss that is not a number"
         )
-    # Each sentence once, with how often it was said.
+    # Show each sentence once, with its number of occurrences.
     times = Counter(found)
     folded = [
         sentence if number == 1 else f"{sentence} ({number} times)"
         for sentence, number in times.items()
     ]
-    # A page of ten thousand warnings would not be read; the newest ones say where the run is.
+    # Thousands of warnings are not readable, so show only the newest.
     if len(folded) > _MOST_WARNINGS:
         older = f"{len(folded) - _MOST_WARNINGS:,} older warnings are in events.jsonl"
         folded = [older, *folded[-_MOST_WARNINGS:]]

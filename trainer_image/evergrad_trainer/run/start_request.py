@@ -1,4 +1,4 @@
-"""Records what a start was asked for and what preflight found, before anything is trained: a start that fails
+"""Records the request of a start and the findings of preflight before the training, so that a failed start
 leaves both."""
 
 import logging
@@ -27,16 +27,16 @@ _log = logging.getLogger(__name__)
 def record_request(
     directory: RunDirectory, run: TrainingRun, *, command: Sequence[str]
 ) -> None:
-    """Write the manifest with all defaults into ``requested.json``, with the words of the command line.
+    """Write the manifest with all defaults and the command line to ``requested.json``.
 
-    Every node of a run does so before it joins, and finds the file as it would write it; only another
-    manifest replaces it. Raises RunDirectoryError or VolumeError.
+    Every node of a run calls this before it joins. The file is replaced only if the manifest differs.
+    Raises RunDirectoryError or VolumeError if the file cannot be written.
     """
     manifest = to_wire(run)
     try:
         before = read_json_object(directory.requested)
     except RunDirectoryError:
-        # A record only, which nothing reads to train: a damaged one is no reason not to start.
+        # Training never reads this file, so a damaged file does not prevent a start.
         _log.warning("%s: is damaged, and written anew", directory.requested)
         before = None
     if before is not None and before.get("manifest") == manifest:
@@ -58,10 +58,11 @@ def record_findings(
     num_workers: int,
     is_overruled: bool,
 ) -> None:
-    """Write the newest start's findings, pairs of a level and what was found, into ``preflight.json``.
+    """Write the findings of the newest start to ``preflight.json``.
 
-    ``num_workers``: of the machine they are about. ``is_overruled``: training continues although there are
-    errors. Raises RunDirectoryError or VolumeError.
+    ``findings``: pairs of a level (``ok``, ``warning`` or ``error``) and a problem. ``num_workers``: number
+    of workers on the examined machine. ``is_overruled``: training continues despite errors. Raises
+    RunDirectoryError or VolumeError if the file cannot be written.
     """
     document = {
         "format": FORMAT,
@@ -74,6 +75,6 @@ def record_findings(
 
 
 def describe_findings(findings: Sequence[tuple[str, Problem]]) -> dict[str, Any]:
-    """Findings as JSON values, and whether none of them is an error."""
+    """Return the findings as JSON values; ``fine`` is true if none of them is an error."""
     rows = [{"level": level, **describe_problem(problem)} for level, problem in findings]
     return {"fine": all(row["level"] != "error" for row in rows), "findings": rows}
