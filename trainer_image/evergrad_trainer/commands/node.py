@@ -1,4 +1,4 @@
-"""``evergrad node``: one node of an elastic run, added by hand or as the first process of a pod."""
+"""``evergrad node``: one node of an elastic run, started by a user or as the first process of a pod."""
 
 import argparse
 import dataclasses
@@ -45,11 +45,11 @@ EXAMPLES = """\
 
 _ACCELERATOR_PREFIXES = ("nvidia.com/", "amd.com/")
 _FIRST_OWN_INDEX = 1000
-"""Nodes that are added without a number get one above those of a launcher or an operator."""
+"""First index for nodes that are added without one; larger than the indices of a launcher or operator."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define where the node belongs, and what it brings."""
+    """Define the arguments: the node's run and coordinator, and its resources."""
     add_run_arguments(parser)
     parser.add_argument(
         "--join",
@@ -91,25 +91,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """Arguments of ``evergrad node``, checked and with names for what they mean."""
+    """The checked arguments of ``evergrad node``."""
 
     loaded: LoadedManifest
     directory: RunDirectory
     settings: "NodeSettings"
-    """The arguments' part; the manifest's part is added once it is checked."""
+    """Settings from the arguments; the settings from the manifest are added after it is checked."""
     num_workers: int | None = None
-    """Training processes of this node; None: as the manifest says."""
+    """Number of training processes of this node; None: the number in the manifest."""
     has_grace: bool = False
-    """The grace period was given, so that a script's own does not count."""
+    """Whether the grace period was given as an argument, which then overrides a script's grace period."""
     start_method: Literal["auto", "fork", "forkserver", "spawn"] = "auto"
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Check → prepare → serve; the exit code says how this node's part ended (0, 64, 70, 75, 76)."""
+    """Check, prepare and serve; returns the exit code of this node's part (0, 64, 70, 75 or 76)."""
     register_stacks("" if args.node is None else f"node {args.node}")
 
     def prepare() -> Callable[[], int]:
-        # The manifest may lie on the mount that is away: it is read again at each attempt.
+        # Read the manifest again at each attempt, because it may be on the mount that failed.
         settings, loaded = _settings(args), load_from(args)
         if args.base_directory is not None:
             loaded = dataclasses.replace(
@@ -135,23 +135,23 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _prepare(request: NodeRequest) -> Callable[[], int]:
-    """Do all that comes before the node asks to join. The result serves, and returns the exit code."""
+    """Do all preparations before the node joins; returns a function that serves and returns the exit code."""
     loaded, directory, run = request.loaded, request.directory, request.loaded.run
-    # A volume that cannot be written is found out before minutes of imports.
+    # Create the directory first, so that an unwritable volume is detected before minutes of imports.
     directory.create()
     run_state = inspect_directory(
         directory, run, extend=True, base_directory=loaded.base_directory
     )
 
     if run_state.state == "complete":
-        # Nothing is trained twice, whatever became of those who knew that the run had ended.
+        # Do not train the run again, even if its coordinator is lost.
         print(f"{run.metadata.name} is complete, in {directory.path}. Nothing to do.")
         return lambda: int(ExitCode.DONE)
 
-    # This process forks its workers: it must not touch an accelerator before them.
+    # This process forks its workers, so it must not use an accelerator before the fork.
     machine, num_workers = machine_and_workers(request.num_workers, run, forks_above=0)
-    # A pod that was given accelerators does not train on its processor. Elsewhere, as on a laptop with the
-    # same file, nobody has given any.
+    # A pod with accelerators in its resources must not train on its CPU. On a laptop with the same file, the
+    # resources do not apply.
     asked = [
         one for one in run.spec.resources.limits if one.startswith(_ACCELERATOR_PREFIXES)
     ]
@@ -161,10 +161,11 @@ def _prepare(request: NodeRequest) -> Callable[[], int]:
         what = f"no accelerator is visible; spec.resources.limits asks for {asked[0]}"
         raise HostError(f"{what}. Check the driver of this host.")
 
-    # Imports make objects that stay: to collect among them costs a tenth of the start-up.
+    # Imports create objects that are never freed. Garbage collection would take a tenth of the start-up time.
     gc.disable()
     delay_compiler(run, machine, forks=True)
-    # Heavy imports, for a node that will serve; before workers are forked, so that these start warm.
+    # Import heavy modules only for a node that will serve, and before workers are forked, so that the workers
+    # inherit the loaded modules.
     from evergrad_trainer.node.fingerprint import fingerprint
     from evergrad_trainer.node.run import prepare_process
 
@@ -180,7 +181,7 @@ def _prepare(request: NodeRequest) -> Callable[[], int]:
     if run.spec.script is None:
         return _prepare_typed(request, run_state, machine, num_workers)
 
-    # A script brings its own data and model: there is nothing to plan.
+    # A script has its own data and model, so there is no session plan.
     from evergrad_trainer.commands.script_runs import prepare_script
     from evergrad_trainer.node.script_node import run_script_node, with_grace_of
 
@@ -204,7 +205,7 @@ def _prepare_typed(
     from evergrad_trainer.node.fingerprint import fingerprint_of_plan
     from evergrad_trainer.node.run import choose_start_method, run_node
 
-    # This machine is one of several, so that preflight reckons with all of them.
+    # This machine is one of several, so preflight must consider all world sizes.
     pods = request.loaded.run.spec.evaluation
     asked = PlanRequest(
         request.loaded,
@@ -228,7 +229,7 @@ def _prepare_typed(
 
 
 def _settings(args: argparse.Namespace) -> "NodeSettings":
-    """Read what the arguments say of this node. Raises ConfigurationError with all that is wrong in them."""
+    """Read this node's settings from the arguments. Raises ConfigurationError with all invalid arguments."""
     from evergrad_trainer.node.settings import NodeSettings
 
     coordinator = split_address(args.join)
@@ -255,7 +256,7 @@ def _settings(args: argparse.Namespace) -> "NodeSettings":
         problems.append(
             Problem("--workers", f"{args.workers} is below 1", "", "Give a positive number")
         )
-    # A node without the run's token would be refused by the coordinator, in words less clear than these.
+    # Check the token here, because this error is clearer than the coordinator's refusal.
     token = _read_token(args.token_file, problems)
     raise_if(problems, ConfigurationError)
     host, port = coordinator or ("", 0)
@@ -291,7 +292,7 @@ def _read_token(path: Path | None, problems: list[Problem]) -> str:
 
 
 def _own_address(host: str, port: int) -> str:
-    """Find the address of this machine that leads to the coordinator. Raises ConfigurationError."""
+    """Find the address of this machine towards the coordinator. Raises ConfigurationError if there is none."""
     from evergrad_trainer.worker.sockets import address_towards
 
     try:

@@ -1,4 +1,4 @@
-"""A command as the first process of a pod: last words, patience with its host, and a page of its progress."""
+"""Support for commands that are the first process of a pod: termination message, retries and status page."""
 
 import argparse
 import contextlib
@@ -24,17 +24,16 @@ from evergrad_trainer.node.failures import write_termination_message
 
 Value = TypeVar("Value")
 HOST_PAUSES: Final = (2.0, 5.0, 10.0)
-"""Seconds before what this host could not do is tried again; then the pod leaves its place to
-another host."""
+"""Pauses before retries after an error of this host. After the last retry the pod ends, so that another host
+can take its place."""
 REQUEST_SECONDS: Final = 5.0
-"""Longest silence of a caller of the page: whoever connects and says nothing holds up others no longer."""
+"""Timeout for a client of the page, so that a silent connection does not block other clients for longer."""
 CLOSE_SECONDS: Final = 1.0
-"""Longest wait for the answer that is being given as the page ends: twice the pause between two looks of its
-server."""
+"""Maximum time that ``close`` waits for the current response: twice the poll interval of the server."""
 
 
 def add_pod_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the arguments of a command whose manifest does not lie beside its data, as in a pod."""
+    """Define the arguments of a command whose manifest is in another directory than its data, as in a pod."""
     parser.add_argument(
         "--base-directory",
         type=Path,
@@ -51,9 +50,9 @@ def add_pod_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """End the process on SIGTERM as on Ctrl-C while it prepares.
+    """Raise KeyboardInterrupt on SIGTERM, as on Ctrl-C, during the preparation.
 
-    The exception lets helpers and files be cleaned up.
+    The exception lets the process clean up helper processes and files.
     """
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -64,9 +63,9 @@ def sigterm_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def last_words(termination_log: Path | None) -> Iterator[None]:
-    """Write the error that ends the body where Kubernetes looks for a pod's root cause, and raise it.
+    """Write an error that ends the block to the pod's termination log, and raise it again.
 
-    An error of the operating system that is trouble of this host becomes a HostError.
+    An OSError that this host causes is converted to a HostError.
     """
     try:
         yield
@@ -87,10 +86,10 @@ def last_words(termination_log: Path | None) -> Iterator[None]:
 
 
 def try_patiently(attempt: Callable[[], Value]) -> Value:
-    """Return what ``attempt`` returns, tried again after a pause where this host is in trouble: a mount or a
-    device may come back.
+    """Call ``attempt`` and return its result; after an error of this host, retry after each of HOST_PAUSES.
 
-    Raises HostError where it does not, and whatever else ``attempt`` raises.
+    For example, a mount or a device may become available again. Raises HostError if the last retry fails, and
+    all other errors of ``attempt``.
     """
     for pause in (*HOST_PAUSES, None):
         try:
@@ -111,13 +110,13 @@ def try_patiently(attempt: Callable[[], Value]) -> Value:
 
 
 class StatusPage:
-    """One JSON object at ``/status`` of a port, for whoever shows the run's token.
+    """Serves one JSON object at ``/status`` of a port, for clients that present the run's token.
 
-    A port that cannot be listened on costs the page and nothing else: what it shows is for people.
+    If the port cannot be opened, there is no page, but the command continues.
     """
 
     def __init__(self, token: str, *, port: int) -> None:
-        """Begin to serve an empty object on all addresses; port 0 takes a free one."""
+        """Begin to serve an empty object on all addresses; port 0 selects a free port."""
         self._state = b"{}\n"
         self._server: _Server | None = None
         try:
@@ -128,7 +127,7 @@ class StatusPage:
             return
 
         def answer(path: str, authorization: str) -> tuple[HTTPStatus, bytes]:
-            # Before anything else: a path that does not exist must not look different to a stranger.
+            # Check the token first, so that clients without it cannot detect which paths exist.
             scheme, _, said = authorization.partition(" ")
             if scheme.lower() != "bearer" or not is_token(said.strip(), token):
                 return HTTPStatus.UNAUTHORIZED, b"the run's token is needed\n"
@@ -137,27 +136,26 @@ class StatusPage:
             return HTTPStatus.OK, self._state
 
         self._server.answer = answer
-        # A daemon: a request that hangs must not keep the process alive.
+        # Use a daemon thread, so that a request that hangs does not keep the process alive.
         threading.Thread(
             target=self._server.serve_forever, name="status page", daemon=True
         ).start()
 
     @property
     def port(self) -> int | None:
-        """The port that it listens on; None where it could not."""
+        """The port of the page; None if it could not be opened."""
         return self._server.server_address[1] if self._server is not None else None
 
     def show(self, state: Mapping[str, Any]) -> None:
-        """Show this object from now on."""
+        """Replace the served object with ``state``."""
         self._state = (json.dumps(state) + "\n").encode()
 
     def close(self) -> None:
-        """Stop to listen. A second call does nothing."""
+        """Stop serving. A second call does nothing."""
         server, self._server = self._server, None
         if server is None:
             return
-        # A caller that sends byte after byte must not keep a pod whose work is done: the process ends with
-        # its daemons.
+        # Shut down in a daemon thread: a client that sends slowly must not keep a finished pod alive.
         ending = threading.Thread(
             target=server.shutdown, name="end of status page", daemon=True
         )
@@ -167,12 +165,12 @@ class StatusPage:
 
 
 class _Server(socketserver.TCPServer):
-    # One request after the other: strangers can hold up this page, but never make threads without bound.
+    # Handle one request at a time. Clients can delay the page, but cannot create many threads.
     allow_reuse_address = True
     answer: Callable[[str, str], tuple[HTTPStatus, bytes]]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Write nothing: a caller that went away is no error of this process."""
+        """Log nothing, because a client that disconnects is not an error of this process."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -180,7 +178,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        """Answer one request; the connection ends with it."""
+        """Answer one request and close the connection."""
         authorization = self.headers.get("Authorization", "")
         status, body = self.server.answer(self.path, authorization)
         self.send_response(status)
@@ -191,4 +189,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Write nothing: a line a poll would only fill the log."""
+        """Log nothing, because one line per request would fill the log."""

@@ -1,5 +1,5 @@
-"""``evergrad prepare``: make the token files of a run before it trains; also the progress people see while
-``run`` does it."""
+"""``evergrad prepare``: writes the token files of a run before it trains; also displays the progress when
+``evergrad run`` prepares them."""
 
 import argparse
 import functools
@@ -100,18 +100,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Prepare everything; exit 0, or 75 after Ctrl-C or SIGTERM: what is finished is kept.
+    """Prepare all data. Returns exit code 0, or 75 after Ctrl-C or SIGTERM; finished parts are kept.
 
-    In a pod, trouble of its host is tried again for a while. Raises DataError, ConfigurationError, HostError.
+    In a pod, errors of the host are retried for a while. Raises DataError, ConfigurationError or HostError.
     """
     with ExitStack() as stack:
-        # A person sees an error at once, and mends it; a pod's host may recover by itself.
+        # Retry only in a pod, whose host may recover. A user at a terminal can correct the error directly.
         is_in_pod = args.termination_log is not None
         if is_in_pod:
             stack.enter_context(last_words(args.termination_log))
         work = functools.partial(_execute, args, _open_page(args, stack))
 
-        # Chunks that are finished stay, so that an interruption costs one chunk of each helper.
+        # Finished chunks are kept, so an interruption loses at most one chunk of each helper process.
         try:
             with sigterm_interrupts():
                 return try_patiently(work) if is_in_pod else work()
@@ -124,13 +124,16 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _open_page(args: argparse.Namespace, stack: ExitStack) -> OnProgress | None:
-    """Serve the page of the preparation's progress, if it was asked for. Raises ConfigurationError."""
+    """Serve the status page of the preparation, if ``--status-port`` is given.
+
+    Raises ConfigurationError if the arguments of the page are invalid.
+    """
     if args.status_port is None:
         return None
     if args.token_file is None:
         why, remedy = "progress is shown to the run alone", "Name the file with its token"
         raise ConfigurationError(Problem("--token-file", "is missing", why, remedy))
-    # A page that cannot be shown must not end the preparation.
+    # An error of the page must not end the preparation.
     try:
         token = read_token(args.token_file)
     except (OSError, ValueError) as error:
@@ -144,7 +147,7 @@ def _open_page(args: argparse.Namespace, stack: ExitStack) -> OnProgress | None:
 
 
 def describe_progress(progress: PrepareProgress | None) -> dict[str, Any]:
-    """Describe how far the preparation is, as the operator reads it; None before it has begun."""
+    """Describe the progress of the preparation for the operator. ``progress``: None before it has begun."""
     shown: dict[str, Any] = {}
     if progress is not None:
         shown = {
@@ -165,7 +168,7 @@ def _execute(args: argparse.Namespace, on_progress: OnProgress | None) -> int:
         text = (
             f"{name} is a script, which reads its data itself: there is nothing to prepare"
         )
-        # The document alone on stdout, so that a program can read it.
+        # Print only the document to stdout, so that a program can parse it.
         if args.json:
             print(json.dumps({"sources": [], "evaluation": []}, indent=2), flush=True)
         print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
@@ -184,7 +187,7 @@ def _execute(args: argparse.Namespace, on_progress: OnProgress | None) -> int:
         on_progress=on_progress,
     )
 
-    # A task may prepare other data than token files: opening it does that now, and not in the run.
+    # A task may prepare data other than token files. Open it now, so that the run does not have to do it.
     directory = resolve_prepared_directory(
         training, base_directory=base_directory, default=args.prepared_directory
     )
@@ -214,7 +217,7 @@ def _execute(args: argparse.Namespace, on_progress: OnProgress | None) -> int:
             print(line)
         print(f"prepared in {duration(time.monotonic() - begun)}, in {directory}")
         for one in samples:
-            # As JSON, so that ends of lines and odd characters of a text are seen.
+            # Print JSON, so that line ends and unusual characters of a text are visible.
             texts = (json.dumps(text, ensure_ascii=False) for text in one["texts"])
             print("", one["sample"], *texts, sep="\n")
     return int(ExitCode.DONE)
@@ -223,9 +226,10 @@ def _execute(args: argparse.Namespace, on_progress: OnProgress | None) -> int:
 def _show_samples(
     loaded: LoadedManifest, opened: "Opened", base_directory: Path, *, number: int
 ) -> list[dict[str, Any]]:
-    """Samples of the first step that a fresh run trains, which may lie behind the step of another run.
+    """Return samples of the first step that a fresh run trains. If the run continues the data of another run,
+    this is the step after that run's step.
 
-    Raises what a start of the run raises that would not train on them.
+    Raises the errors of a start that could not train on these samples.
     """
     from evergrad_manifest.identity import config_hash, hashed_recipe
     from evergrad_trainer.checkpoint.manifest import Identity
@@ -263,7 +267,7 @@ def prepare_with_progress(
     on_progress: OnProgress | None = None,
     begun_with: Collection[str] = (),
 ) -> Prepared:
-    """Run ``prepare`` with a bar where stderr is a terminal, else with a line every few seconds.
+    """Run ``prepare`` with a bar if stderr is a terminal, or else with a line every few seconds.
     ``on_progress`` is called beside it.
 
     Says nothing when there is nothing to do, but for lines that were skipped as malformed and rows that were
@@ -287,14 +291,14 @@ def prepare_with_progress(
             begun_with=begun_with,
         )
     for source in (*prepared.sources, *prepared.evaluation):
-        # At every start, not only at the first: lines that are passed over are missing from the run.
+        # Report this at every start, because the skipped lines are missing from the run.
         if source.malformed:
             skipped = (
                 f"{source.unit} was skipped"
                 if source.malformed == 1
                 else f"{source.unit}s were skipped"
             )
-            # Empty lines are passed over too, and are no loss.
+            # Empty lines are skipped too, but contain no data.
             harmful = {
                 reason: number
                 for reason, number in source.skipped.items()
@@ -318,7 +322,7 @@ def describe_prepared(prepared: Prepared) -> list[str]:
     width = max((len(source.name) for source in sources), default=0)
     lines = []
     for source in sources:
-        # Token files have no documents: their counts are left out, not 0.
+        # Token files have no documents, so leave the counts out instead of showing 0.
         parts = []
         if source.files:
             parts.append(_plural(len(source.files), "file"))
@@ -331,7 +335,7 @@ def describe_prepared(prepared: Prepared) -> list[str]:
                 held_out += f" in {_plural(source.held_out_documents, 'document')}"
             parts.append(held_out)
 
-        # The parts of the data that are missing or were changed.
+        # Data that were left out or changed.
         passed = {reason: n for reason, n in source.skipped.items() if reason not in KEPT}
         if passed:
             parts.append(f"{source.unit}s passed over: {_reasons(passed)}")
@@ -396,7 +400,7 @@ class _Lines:
 
     def show(self, progress: PrepareProgress) -> None:
         now = self._clock()
-        # A log with a line for every chunk would not be read.
+        # A line for every chunk would make the log unreadable.
         if now - self._printed < _SECONDS_BETWEEN_LINES:
             return
         self._printed = now
@@ -408,11 +412,11 @@ class _Lines:
         print(line, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Nothing is left on the screen."""
+        """Does nothing, because lines need no cleanup."""
 
 
 class _Bar:
-    """Display with a bar that appears when there is something to do and is gone afterwards."""
+    """Display with a bar that appears if there is work to do and disappears afterwards."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -442,11 +446,11 @@ class _Bar:
         self._phase = ""
 
     def show(self, progress: PrepareProgress) -> None:
-        # Files that are known already need no scan, and a bar for nothing would only flicker.
+        # Known files need no scan, and a bar for no work would only flicker.
         if progress.phase == "scan" and not progress.bytes_done:
             return
         if progress.phase in ("scan", "tokenize") and progress.phase != self._phase:
-            # The speed of reading says nothing about that of tokenising.
+            # Reset the bar, because scanning and tokenizing have different speeds.
             self._phase = progress.phase
             self._progress.reset(self._task, total=progress.bytes_total)
         description = f"{_VERBS[progress.phase]} {progress.source}"

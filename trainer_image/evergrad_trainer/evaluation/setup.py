@@ -1,4 +1,4 @@
-"""Opens a run from its directory alone: its task, its sets, and a model to load checkpoints into."""
+"""Opens a run from its directory: its task, its sets, and a model for the weights of checkpoints."""
 
 import sys
 import time
@@ -51,7 +51,7 @@ RECORD_FORMAT: Final = 1
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A typed run as its directory records it."""
+    """A typed run, as recorded in its directory."""
 
     directory: RunDirectory
     run: TrainingRun
@@ -60,12 +60,12 @@ class RecordedRun:
 
 
 PrepareData = Callable[[RecordedRun, Path], Prepared]
-"""Prepares the data that a run began with again: the run, and where prepared data lie."""
+"""Function that prepares a run's data again; its arguments are the run and the directory of prepared data."""
 
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run to be evaluated on some of its sets, with a model that has no weights of its own yet."""
+    """A run for evaluation on some of its sets, with a model whose weights are not loaded yet."""
 
     session: Session
     machinery: Machinery
@@ -74,9 +74,9 @@ class OpenedRun:
 
 
 def read_recorded(path: Path) -> RecordedRun:
-    """Read the run in the directory ``path``. Cheap: nothing of it is opened.
+    """Read the record of the run in the directory ``path``, without opening its data or checkpoints.
 
-    Raises RunDirectoryError for what is no run, a script, or a run of another format.
+    Raises RunDirectoryError if the directory contains no run, a script, or a run of another format.
     """
     directory = RunDirectory(path)
     directory.require_run()
@@ -90,7 +90,7 @@ def read_recorded(path: Path) -> RecordedRun:
                 "Restore it from a backup, or wait until the run has begun",
             )
         )
-    # Before any other key is read: those of another format may mean something else.
+    # Check the format first, because keys may have other meanings in other formats.
     if record.get("format") != RECORD_FORMAT:
         raise RunDirectoryError(
             Problem(
@@ -118,14 +118,14 @@ def read_recorded(path: Path) -> RecordedRun:
 def _prepare_again(
     recorded: RecordedRun, run_state: RunState, prepare_data: PrepareData, *, shared: Path
 ) -> Prepared:
-    """Prepare data that are gone: they must be those that the run was trained on."""
+    """Prepare missing data again, and check that they are the data on which the run was trained."""
     run, base = recorded.run, recorded.base_directory
     check_unchanged(
         recorded.prepared, run.training, base_directory=base, prepared_directory=shared
     )
     prepared = prepare_data(recorded, shared)
     check_tokenizer_unchanged(run_state, prepared)
-    # Each folder was expanded again: a file may have come since it was compared.
+    # Compare again, because preparation lists each folder again and may have found a new file.
     check_prepared(recorded.prepared, prepared)
     return prepared
 
@@ -137,10 +137,10 @@ def open_run(
     prepare_data: PrepareData,
     weights: str | None = None,
 ) -> OpenedRun:
-    """Open a run in one process, as the trainer opens it; ``asked_sets``: as in :func:`choose_sets`.
+    """Open a run in one process, as for training. ``asked_sets``: as in :func:`choose_sets`.
 
-    ``weights``: ``trained`` or ``average``; None: those that the run itself evaluates. ``prepare_data`` is
-    called where the prepared data are gone. Raises as opening the run for training does.
+    ``weights``: ``trained`` or ``average``; None: the weights that the run itself evaluates. ``prepare_data``
+    is called if the prepared data are missing. Raises the same errors as opening the run for training.
     """
     begun = time.time()
     run, base, prepared = recorded.run, recorded.base_directory, recorded.prepared
@@ -148,7 +148,7 @@ def open_run(
     if weights is None:
         is_averaged = training.ema is not None and training.ema.evaluate
         weights = AVERAGE if is_averaged else TRAINED
-    # Refused before data are prepared, which may take hours.
+    # Check this before data are prepared, which may take hours.
     check_has_average(training, weights, where=str(path))
     run_state = inspect_directory(recorded.directory, run, extend=True)
     shared = path.absolute().parent / PREPARED_FOLDER
@@ -165,7 +165,7 @@ def open_run(
         run_directory=path,
     ).starting_at(run_state.start, training)
 
-    # Before a model is built, which may take minutes.
+    # Choose the sets before the model is built, which may take minutes.
     sets = choose_sets(opened.data.evaluation, asked_sets)
     machine = observe_machine()
     plan = SessionPlan(
@@ -196,8 +196,8 @@ def open_run(
 def _build(
     plan: SessionPlan, opened: Opened, sets: tuple[EvaluationSet, ...], *, weights: str
 ) -> OpenedRun:
-    """Make the modules as training in a world of one makes them, so that they give the same bits."""
-    # Before any operation: the number of threads decides the order of sums, and with it the bits.
+    """Build the modules as training with world size 1 does, so that results are bitwise identical."""
+    # Set the threads before any operation, because their number determines the order of sums.
     set_threads(plan.threads)
     device = choose_device(plan.run.training.runtime.device, local_rank=0)
     world = World(0, rank=0, size=1, device=device)
@@ -209,14 +209,15 @@ def _build(
         opened.observers,
         opened,
     )
-    # Before anything is compiled.
+    # Load compiled kernels before torch compiles anything.
     if should_compile(plan.run.training.runtime, device):
         load_compiled(session.directory.compiled, device)
-    # Without weights: those of each checkpoint are loaded over them.
+    # Build without weights, because each checkpoint's weights are loaded later.
     machinery = build_machinery(
         plan.run.training, opened, plan.model, world, with_weights=False, is_trained=False
     )
-    # Also what is no tensor: a checkpoint beside other frozen weights, or another order, is refused.
+    # Register also values that are not tensors, so that checkpoints with other frozen weights or another
+    # order are refused.
     register_state(session, machinery)
     evaluator = build_evaluations(
         machinery, code=plan.task_hash, is_averaged=weights == AVERAGE
@@ -225,7 +226,7 @@ def _build(
 
 
 def _is_missing(prepared: Prepared) -> bool:
-    """Whether a file of tokens is gone."""
+    """Whether a token file is missing."""
     sequences = [
         sequence
         for one in (*prepared.sources, *prepared.evaluation)

@@ -1,4 +1,4 @@
-"""Token losses of a linear head without the logits of all tokens in memory."""
+"""Token losses of a linear head, computed in chunks, without the logits of all tokens in memory."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn import functional
 
 PLAIN_HEADS = frozenset({"gpt2", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3"})
-"""transformers' model types whose logits are a linear layer of the last hidden state, and nothing more."""
+"""Model types of transformers whose logits are only a linear layer of the last hidden state."""
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Gradients are computed with the loss, chunk by chunk, so that no logits are kept for the
+    """Computes the gradients together with the loss, chunk by chunk, so that no logits are stored for the
     backward pass."""
 
     @staticmethod
@@ -27,7 +27,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if hidden.requires_grad else None
-        # Summed over chunks in fp32, whatever the products' type is. A head that is frozen has none.
+        # Sum over chunks in fp32, independent of the dtype of the products. A frozen head has no gradient.
         grad_weight = None
         if weight.requires_grad:
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -40,11 +40,11 @@ class _ChunkedLoss(torch.autograd.Function):
             )
             if grad_hidden is None and grad_weight is None:
                 continue
-            # d loss / d logits = softmax - one-hot, and zero where no token is asked for.
+            # d loss / d logits = softmax - one-hot, and zero for ignored labels.
             is_asked = targets != ignore_index
             slope = logits.softmax(dim=-1)
             positions = torch.arange(len(targets), device=slope.device)
-            # A target that is to be ignored is no column: any one will do, since the row becomes zero.
+            # An ignored label is not a valid column. Use column 0, because the row becomes zero.
             slope[positions, targets.where(is_asked, 0)] -= 1
             slope *= is_asked[:, None]
             slope = slope.to(hidden.dtype)
@@ -52,7 +52,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 grad_hidden[rows] = slope @ weight
             if grad_weight is not None:
                 grad_weight += slope.T @ part
-        # At most two tensors of the size of the inputs, and no logits.
+        # Store at most two tensors of the size of the inputs, but no logits.
         sums = None
         if grad_weight is not None:
             sums = grad_weight.to(kept_type(weight))
@@ -62,7 +62,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # The loss is a sum: what comes from above scales both.
+        # The loss is a sum, so the incoming gradient scales both gradients.
         (slope,) = gradients
         grad_hidden, grad_weight = ctx.saved_tensors
         scaled_hidden = (
@@ -73,9 +73,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def kept_type(weight: torch.Tensor) -> torch.dtype:
-    """The type in which a gradient of ``weight`` is kept until its loss is divided by what a step weighs.
+    """Return the dtype of a gradient of ``weight`` until its loss is divided by the weight of a step.
 
-    fp16 ends at 65504, which a sum over the tokens of a micro-batch may pass, whatever the loss's scale is.
+    The largest fp16 number is 65504, which a sum over the tokens of a micro-batch can exceed at any scale.
     """
     return torch.float32 if weight.dtype == torch.float16 else weight.dtype
 
@@ -88,27 +88,26 @@ def linear_cross_entropy(
     chunk_tokens: int,
     ignore_index: int,
 ) -> torch.Tensor:
-    """Sum of token losses, a float32 scalar: ``hidden`` [b, S, H] times ``weight`` [V, H] against ``labels``
-    [b, S].
+    """Return the sum of token losses, a float32 scalar, of ``hidden`` [b, S, H] times ``weight`` [V, H]
+    against ``labels`` [b, S].
 
-    Logits of ``chunk_tokens`` tokens exist at a time. The sum and its gradients are those of
-    ``cross_entropy(linear(hidden, weight))`` but for the order of additions (the method of Liger's fused
-    loss).
+    The logits of at most ``chunk_tokens`` tokens exist at a time. Apart from the order of additions, the sum
+    and its gradients equal ``cross_entropy(linear(hidden, weight))`` (the method of Liger's fused loss).
     """
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
     return _ChunkedLoss.apply(hidden, weight, labels, chunk_tokens, ignore_index)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def find_head(model: nn.Module) -> nn.Linear:
-    """The layer that makes logits of the last hidden states.
+    """Return the linear layer that computes the logits from the last hidden states.
 
-    Raises ValueError for a model whose logits are more than that.
+    Raises ValueError if the model's logits are not only a linear layer.
     """
     config = getattr(model, "config", None)
     name = str(getattr(config, "model_type", type(model).__name__))
     find: Any = getattr(model, "get_output_embeddings", None)
     head = None if find is None else find()
-    # By name: a model may scale its logits, or cap them, behind a layer that looks like any other.
+    # Decide by the model type, because a model may scale or cap its logits after an ordinary linear layer.
     is_plain = name in PLAIN_HEADS and getattr(head, "bias", None) is None
     if not is_plain or not isinstance(head, nn.Linear):
         raise ValueError(f"the head of {name} is not plain")
@@ -117,9 +116,9 @@ def find_head(model: nn.Module) -> nn.Linear:
 
 @contextlib.contextmanager
 def without(head: nn.Linear) -> Iterator[None]:
-    """While this lasts, the model gives its last hidden states in the place of logits.
+    """Inside the block, the model returns its last hidden states instead of logits.
 
-    The head stays where it is: FSDP2 gathers it with the model, whose forward pass it takes part in.
+    The head stays a part of the model, so that FSDP2 gathers it in the forward pass.
     """
     head.forward = lambda input: input  # type: ignore[method-assign]
     try:

@@ -1,5 +1,4 @@
-"""The progress bar of a terminal: one line that is drawn anew, with what is worth keeping scrolling by above
-it."""
+"""The progress bar of a terminal: one line that is redrawn, with permanent messages above it."""
 
 import math
 import time
@@ -29,20 +28,20 @@ _LONGEST_BAR = 40
 
 
 def render_line(state: LiveState, width: int, *, is_unicode: bool = True) -> Text:
-    """Render the bar at ``width`` columns: parts that do not fit are left out, the least important first."""
+    """Render the bar in ``width`` columns. If parts do not fit, the least important parts are left out."""
     parts = _parts(state)
-    # A narrow terminal loses what matters least; the step itself always stays.
+    # Remove the least important parts on a narrow terminal; the step always stays.
     while len(parts) > 1 and _needed(parts) > width:
         parts.remove(min(parts, key=lambda part: part[0]))
     space = width - _needed(parts, bar=0)
     line = Text(no_wrap=True, overflow="crop")
-    # The bar takes the space that the texts leave, after the run's name.
+    # Put the bar after the run's name, in the space that the texts leave.
     for index, (_, text, style) in enumerate(parts):
         if index == 1 and space >= _SHORTEST_BAR:
             full, half, empty = ("━", "╸", "━") if is_unicode else ("#", "-", "-")
             length = min(space, _LONGEST_BAR)
             share = min(1.0, state.step / state.total_steps) if state.total_steps else 0.0
-            # Half a character at a time, so that the bar moves on long runs too.
+            # Use half characters, so that the bar also moves visibly in long runs.
             done, has_half = divmod(math.floor(share * length * 2), 2)
             line.append(full * done + half * has_half, "green")
             line.append(empty * (length - done - has_half), "bright_black").append("  ")
@@ -54,7 +53,7 @@ def _parts(state: LiveState) -> list[tuple[int, str, str]]:
     """List (importance, text, style) of each part, from left to right."""
     share = state.step / state.total_steps if state.total_steps else 0.0
     is_over = state.step >= state.total_steps > 0
-    # Nothing remains of a run that is over: how long it took is worth more.
+    # Show the elapsed time of a finished run instead of the remaining time.
     remaining = (
         f"in {duration(state.elapsed_seconds)}"
         if is_over
@@ -70,7 +69,7 @@ def _parts(state: LiveState) -> list[tuple[int, str, str]]:
     ]
     if state.utilisation is not None:
         parts.append((1, f"{state.utilisation:.0%} MFU", "dim"))
-    # A single process needs no mention, unless somebody has just gone.
+    # Do not show the number of processes if it is 1, unless it has just changed.
     if state.num_processes > 1 or state.recent_change:
         parts.append(
             (
@@ -96,7 +95,7 @@ def _parts(state: LiveState) -> list[tuple[int, str, str]]:
 
 
 def _describe(event: Event) -> str | None:
-    """Describe a transition for a person; events without a sentence keep the line of a log."""
+    """Describe an event as a sentence; events without a sentence are shown as in the log."""
     fields = event.fields
     if event.type == EventType.STOP:
         reason = describe_ending(str(fields.get("reason") or "")) or "stopped"
@@ -122,7 +121,7 @@ def _needed(parts: list[tuple[int, str, str]], bar: int = _SHORTEST_BAR) -> int:
 
 
 class _Line:
-    """Line that rich draws at the terminal's present width."""
+    """A line that rich renders at the terminal's current width."""
 
     def __init__(self, state: LiveState) -> None:
         self._state = state
@@ -140,8 +139,8 @@ class _Line:
 
 
 class ProgressBar(BaseObserver):
-    """Observer that draws at most five times a second, in the calling thread: no thread of its own competes
-    with the training."""
+    """Observer that draws at most five times a second, in the calling thread, so that no additional thread
+    competes with the training."""
 
     def __init__(
         self,
@@ -163,7 +162,7 @@ class ProgressBar(BaseObserver):
 
     def run_start(self, info: RunInfo) -> None:
         self._state.start(info)
-        # A rank 0 that takes over goes on under the lines of the one before.
+        # A new rank 0 continues below the lines of the previous rank 0.
         if not info.takes_over:
             facts = [
                 f"{short_count(info.parameters)} parameters",
@@ -190,7 +189,7 @@ class ProgressBar(BaseObserver):
 
     def evaluation_end(self, record: EvaluationRecord) -> None:
         state = self._state
-        # Asked before the state takes the record in, or it would be compared with itself.
+        # Compare before the state is updated, because otherwise the loss is compared with itself.
         better = math.isfinite(record.loss) and record.loss < state.best_evaluations.get(
             record.name, math.inf
         )
@@ -208,14 +207,14 @@ class ProgressBar(BaseObserver):
     def event(self, event: Event) -> None:
         self._state.see(event)
         line = _describe(event)
-        # Saves are in the bar itself; a line for each would push everything else away.
+        # The bar shows saves. A line for each save would scroll other messages away.
         if line is not None and event.type != EventType.SAVE:
             style = "yellow" if event.type in _ALARMING else "dim"
             self._print(Text(line, "bold red" if event.type == EventType.FAILED else style))
         self._draw(is_last=True)
 
     def close(self) -> None:
-        """Leave the last state on the screen and give the terminal back."""
+        """Leave the last state on the screen and release the terminal."""
         self._live.stop()
 
     def _draw(self, *, is_last: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Events as lines of events.jsonl, and what can be read from one. Pure."""
+"""Converts events to lines of events.jsonl and back, and derives facts from events. Pure."""
 
 import json
 import math
@@ -14,11 +14,11 @@ _KEYS = ("type", "time", "step", "generation")
 
 
 def event_row(event: Event) -> dict[str, Any]:
-    """Return the line of an event: its fields beside type, time, step and generation.
+    """Return the line of an event: type, time, step, generation and its fields.
 
-    Raises ValueError where they collide.
+    Raises ValueError if a field has one of these names.
     """
-    # One object a line has one place for each name; the event's own must win.
+    # Fields share one JSON object with the event's own keys, so their names must not collide.
     taken = event.fields.keys() & set(_KEYS)
     if taken:
         raise ValueError(
@@ -34,8 +34,8 @@ def event_row(event: Event) -> dict[str, Any]:
 
 
 def parse_event_row(row: dict[str, Any]) -> Event:
-    """Read the event of a line. Raises ValueError or TypeError for a line that is none."""
-    # All missing names at once, since a file of another program lacks them all.
+    """Parse the event of a line. Raises ValueError or TypeError if the line is not an event."""
+    # Report all missing names together, because a file of another program lacks all of them.
     missing = [key for key in _KEYS if key not in row]
     if missing:
         raise ValueError(f"has no {' and no '.join(missing)}")
@@ -50,30 +50,28 @@ def parse_event_row(row: dict[str, Any]) -> Event:
 
 
 def saved_step(event: Event) -> int:
-    """Return the step a ``save`` event is about: a background save is reported some steps later than the step
-    it holds."""
-    # The name has the step that was saved; the event has the one at which that was reported.
+    """Return the saved step of a ``save`` event. A background save is reported some steps later."""
+    # The checkpoint's name contains the saved step; the event's step is the step of the report.
     step = step_of_checkpoint(str(event.fields.get("checkpoint", "")))
     return event.step if step is None else step
 
 
 def words_of(world: Event) -> str:
-    """Return the cause of a ``world`` event in words; a file of an older version has them where its
-    cause would be."""
+    """Return the description of a ``world`` event's cause; older versions stored it under ``cause``."""
     return str(world.fields.get("detail") or world.fields.get("cause") or "")
 
 
 def seconds_of(event: Event, key: str) -> float:
-    """Read a duration among an event's fields; 0 where it is missing, negative or no number."""
+    """Read a duration from an event's fields; returns 0 if it is missing, negative or not a number."""
     value = event.fields.get(key)
-    # Files come from other versions and broken machines: a sum must survive any value.
+    # Files of other versions or broken machines may contain any value, and sums must stay valid.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 0.0
     return float(value) if 0 <= value < math.inf else 0.0
 
 
 def describe_metrics(metrics: Mapping[str, Mapping[str, str]]) -> str:
-    """Describe what a recipe measures, as ``name (unit): help`` one after the other."""
+    """Describe the metrics of a recipe, each as ``name (unit): help``."""
     texts = []
     for name, one in metrics.items():
         unit = f" ({one['unit']})" if one.get("unit") else ""
@@ -88,9 +86,9 @@ def _show_known(name: str, value: object) -> str:
 
 
 def describe_event(event: Event) -> str | None:
-    """Describe a transition in one line, ``kind key=value …``; None for those that nobody needs to see."""
+    """Describe an event in one line, ``kind key=value …``; None for events that logs do not show."""
     fields, num_bytes = event.fields, event.fields.get("bytes")
-    # A value of one word, so that a line can be split at its blanks.
+    # Values have no blanks, so that a line can be split at blanks.
     saved = "unknown"
     if isinstance(num_bytes, int | float):
         saved = size(num_bytes).replace(" ", "")
@@ -129,7 +127,7 @@ def describe_event(event: Event) -> str | None:
         EventType.NON_FINITE: lambda: (
             f"step={event.step + 1} message={fields.get('message')}"
         ),
-        # Unknown facts of a change are left out.
+        # Leave out unknown facts of a change.
         EventType.WORLD: lambda: " ".join(
             (
                 f"size={fields.get('world_size')}",
@@ -151,7 +149,8 @@ def describe_event(event: Event) -> str | None:
 
 @dataclass(frozen=True)
 class FieldChange:
-    """One field of the file with which a run went on after ``step``. ``old`` and ``new`` are JSON."""
+    """One changed field of the manifest. The run continued with ``new`` after ``step``. ``old`` and ``new``
+    are JSON."""
 
     step: int
     field: str
@@ -160,7 +159,7 @@ class FieldChange:
 
 
 def changes_of(event: Event) -> list[FieldChange]:
-    """List the fields that a ``changed`` event names; none for any other event."""
+    """List the changed fields of a ``changed`` event; empty for other events."""
     changes = event.fields.get("changes") if event.type == EventType.CHANGED else None
     return [
         FieldChange(

@@ -1,4 +1,4 @@
-"""The newest facts of a run and their rates, as the displays show them."""
+"""The newest facts of a run and their rates, for the displays."""
 
 import math
 from collections import deque
@@ -18,11 +18,11 @@ from evergrad_trainer.observers.utilisation import utilisation
 SHORT_WINDOW_SECONDS = 60.0
 LONG_WINDOW_SECONDS = 300.0
 CHANGE_SHOWN_SECONDS = 20.0
-"""How long a display says who came or went."""
+"""How long a display shows a change of the world."""
 
 
 class Rate:
-    """Rate over a moving window of real wall time: pauses between the steps count too."""
+    """Rate over a moving window of wall time, which includes pauses between steps."""
 
     def __init__(
         self,
@@ -37,17 +37,17 @@ class Rate:
         self._is_first = True
 
     def add(self, amount: float, *, first_seconds: float) -> None:
-        """Count an ``amount`` that was finished now; ``first_seconds``: how long it took, used until there is
-        a second one."""
+        """Add an ``amount`` that was finished now. ``first_seconds``: its duration, used until a second
+        amount is added."""
         now = self._clock()
         if not self._points:
             self._points.append((now - first_seconds, 0.0))
         elif self._is_first:
-            # The first step warms everything up; it would make the rate too low for as long as the window is.
+            # Drop the first step, which includes warm-up and would lower the rate for the whole window.
             self._points.popleft()
             self._is_first = False
         self._total += amount
-        # At most a few hundred points, however short the steps are.
+        # Keep at most a few hundred points, even if steps are very short.
         if len(self._points) > 1 and now - self._points[-2][0] < self._window / 200:
             self._points.pop()
         self._points.append((now, self._total))
@@ -56,19 +56,19 @@ class Rate:
 
     @property
     def per_second(self) -> float:
-        """Amount a second over the window; 0 before the first amount."""
+        """Amount per second over the window; 0 before the first amount."""
         if len(self._points) < 2:
             return 0.0
         begun, before = self._points[0]
         now, after = self._points[-1]
-        # Two amounts at one reading of a coarse clock have no rate.
+        # Two amounts with the same time, from a coarse clock, have no rate.
         if now <= begun:
             return 0.0
         return (after - before) / (now - begun)
 
 
 class LiveState:
-    """Newest facts of the run, which both displays show."""
+    """The newest facts of the run, for both displays."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -86,7 +86,7 @@ class LiveState:
         self.best_evaluations: dict[str, float] = {}
         self.metrics: Mapping[str, float] = {}
         self.utilisation: float | None = None
-        """The value of the newest step; None where it is not known."""
+        """Model FLOPs utilisation of the newest step; None if it is unknown."""
         self._info: RunInfo | None = None
         self.units: dict[str, str] = {}
         self.unit_read = TOKENS
@@ -94,7 +94,7 @@ class LiveState:
         self._steps = Rate(window_seconds=LONG_WINDOW_SECONDS, clock=clock)
 
     def start(self, info: RunInfo) -> None:
-        """Take the facts of a run that starts or goes on."""
+        """Update the facts when a run starts or resumes."""
         self._info = info
         self.name = info.name
         self.total_steps = info.total_steps
@@ -102,16 +102,16 @@ class LiveState:
         self.num_processes = info.world_size
         self.unit_read = info.unit_read
         self.units = {name: one.get("unit", "") for name, one in info.metrics.items()}
-        # Only a process that has read a checkpoint starts after step 0; one that takes over may have none.
+        # A process that starts after step 0 has read a checkpoint, unless it takes over from another rank 0.
         self.saved_step = None
         if info.start_step and not info.takes_over:
             self.saved_step = info.start_step
 
     def finish_step(self, record: StepRecord) -> None:
-        """Take the facts of a finished step."""
+        """Update the facts with a finished step."""
         self.step = record.step
         self.num_processes = record.world_size
-        # A step without an update has no loss or metric worth showing: the last ones stay.
+        # A skipped step has no valid loss or metrics, so keep the last values.
         if not record.skipped:
             self.loss = record.loss
             self.metrics = record.metrics
@@ -121,17 +121,17 @@ class LiveState:
         self._steps.add(1, first_seconds=record.step_seconds)
 
     def finish_evaluation(self, record: EvaluationRecord) -> None:
-        """Take the loss of one set."""
+        """Update the facts with the loss of one set."""
         self.activity = ""
         name, loss = record.name, record.loss
         self.evaluations[name] = loss
-        # A loss that is no number would be the best one for ever.
+        # NaN would stay the best loss forever.
         if math.isfinite(loss):
             best = self.best_evaluations.get(name, math.inf)
             self.best_evaluations[name] = min(loss, best)
 
     def see(self, event: Event) -> None:
-        """Take what a transition changes of the facts."""
+        """Update the facts with an event."""
         if event.type == EventType.SAVE:
             self.saved_step = saved_step(event)
         elif event.type == EventType.EXTENDED:
@@ -144,13 +144,13 @@ class LiveState:
 
     @property
     def recent_change(self) -> str:
-        """Who came or went a moment ago, in the coordinator's words; empty otherwise."""
+        """The coordinator's description of a change of the world in the last 20 s; empty otherwise."""
         age = self._clock() - self._changed
         return self._change if age < CHANGE_SHOWN_SECONDS else ""
 
     @property
     def elapsed_seconds(self) -> float:
-        """Seconds since this process's displays were made."""
+        """Seconds since the displays of this process were created."""
         return self._clock() - self._begun
 
     @property
@@ -159,6 +159,6 @@ class LiveState:
 
     @property
     def remaining_seconds(self) -> float:
-        """Seconds until the last step at the present rate; not a number before the first step."""
+        """Seconds until the last step at the current rate; NaN before the first step."""
         rate = self._steps.per_second
         return max(0, self.total_steps - self.step) / rate if rate else math.nan

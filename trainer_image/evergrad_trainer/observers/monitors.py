@@ -1,4 +1,4 @@
-"""Monitors of a run: watches on metrics, on every rank, that warn, save or stop."""
+"""Monitors of a run: they watch metrics on every rank, and warn, save or stop."""
 
 import time
 from collections.abc import Collection, Mapping
@@ -25,13 +25,13 @@ from evergrad_trainer.observers.watches import (
 
 
 class Monitors(BaseObserver):
-    """All watches of a run. Its state is in the checkpoint; what it asks for, all ranks do."""
+    """All watches of a run. Their state is in the checkpoint, and all ranks carry out their requests."""
 
     def __init__(self, watches: Collection[Watch]) -> None:
         self._watches = {watch.rule.name: watch for watch in watches}
         self._step = 0
         self.listener: Observer = BaseObserver()
-        """Gets an event for each alert; the run's own observers on rank 0, and nobody elsewhere."""
+        """Receives an event for each alert: on rank 0 the run's own observers, on other ranks no observer."""
 
     def step_end(self, record: StepRecord) -> None:
         measured = {"loss": record.loss, "grad_norm": record.grad_norm, **record.metrics}
@@ -42,7 +42,8 @@ class Monitors(BaseObserver):
         self._look(record, {f"{record.name}/{name}": one for name, one in values.items()})
 
     def wishes(self) -> frozenset[Wish]:
-        """Stop while one that stops goes on, and save once, where one begins."""
+        """Request a stop while an alert with policy stop lasts, and one save when an alert with policy save
+        begins."""
         wishes = set[Wish]()
         for watch in self._watches.values():
             policy = watch.rule.policy
@@ -65,7 +66,7 @@ class Monitors(BaseObserver):
             watch.load_state(kept.get(name, {}))
 
     def repeat(self, record: StepRecord) -> None:
-        """Tell the listener what has begun with the newest step, whose record this is."""
+        """Report the alerts that began with the newest step, ``record``, to the listener again."""
         for watch in self._watches.values():
             alert = watch.alert_of(record.step)
             if alert is not None:
@@ -76,7 +77,7 @@ class Monitors(BaseObserver):
     ) -> None:
         self._step = record.step
         for watch in self._watches.values():
-            # Not each record has each metric: those of an evaluation are known at some steps.
+            # A record may lack a metric; for example, metrics of an evaluation exist only at some steps.
             if watch.rule.metric not in measured:
                 continue
             alert = watch.look(record.step, measured)
@@ -85,7 +86,7 @@ class Monitors(BaseObserver):
 
 
 def build_monitors(training: Training) -> Monitors | None:
-    """The monitors of the file, with its early stop; None without any."""
+    """Build the monitors of the manifest, with its early stop; None if there are none."""
     rules = [rule_of(monitor) for monitor in training.monitors]
     if training.stop.early is not None:
         rules.append(rule_of_early_stop(training.stop.early))
@@ -95,10 +96,9 @@ def build_monitors(training: Training) -> Monitors | None:
 def check_watched(
     training: Training, metrics: Collection[str], evaluations: Mapping[str, Collection[str]]
 ) -> None:
-    """Every metric that is watched is one of this run.
+    """Raise ConfigurationError if a monitor watches a metric that this run never measures.
 
-    ``metrics``: the recipe's own; ``evaluations``: all of each of its sets. Raises ConfigurationError: a
-    metric that is never measured would be watched in vain.
+    ``metrics``: the recipe's metrics. ``evaluations``: all metrics of each evaluation set.
     """
     known = [*STEP_METRICS, *metrics]
     for name, own in evaluations.items():

@@ -27,7 +27,7 @@ _PARTIAL: Final = ".partial.json.gz"
 
 
 class Trace(Protocol):
-    """One recording of torch's profiler, or its replacement in tests."""
+    """The interface of one recording of torch's profiler."""
 
     def start(self) -> None: ...
 

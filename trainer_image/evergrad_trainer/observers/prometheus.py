@@ -1,4 +1,4 @@
-"""Keeps the Prometheus metrics up to date from the run's records and events, and serves them."""
+"""Updates the Prometheus metrics from the run's records and events, and serves them."""
 
 import time
 from collections import deque
@@ -34,19 +34,20 @@ from evergrad_trainer.observers.time_account import Account
 from evergrad_trainer.observers.utilisation import flops_per_second, utilisation
 
 LOSS_WINDOW_STEPS = 10
-"""The training loss is a mean of this many steps: a scrape sees one step of many, and a single
-one is noise."""
+"""Number of steps over which the training loss is averaged. A scrape reads one of many steps, and the loss of
+a single step is noisy."""
 
 MOST_STEPS = 2**20
-"""Steps whose seconds a restart can take back: 16 MiB. No run keeps a checkpoint from further back."""
+"""Number of steps whose seconds are stored (16 MiB), so that a restart can subtract them. No run keeps an
+older checkpoint."""
 _LINGER_POLL_SECONDS = 0.1
 
 
 class PrometheusExporter(BaseObserver):
-    """Observer with last values as gauges and all that adds up as counters; one endpoint a run, on rank 0.
+    """Observer that exports last values as gauges and sums as counters; one endpoint per run, on rank 0.
 
-    In the supervisor of a node it outlives rank 0, which may go elsewhere and come back: ``run_start`` may be
-    called many times, and no counter ever decreases.
+    In the supervisor of a node the exporter outlives rank 0, which may move to another node and return.
+    Therefore ``run_start`` may be called many times, and counters never decrease.
     """
 
     def __init__(
@@ -61,14 +62,14 @@ class PrometheusExporter(BaseObserver):
     ) -> None:
         """Start serving on ``port`` (0: a free one).
 
-        ``before``: what earlier processes of the run have left. ``linger_seconds``: how long ``close`` keeps
-        the endpoint up, cut short when ``should_stop`` says so. Raises ConfigurationError where the port
+        ``before``: facts about earlier processes of the run. ``linger_seconds``: how long ``close`` keeps the
+        endpoint open, unless ``should_stop`` returns true earlier. Raises ConfigurationError if the port
         cannot be used.
         """
-        # The classic text format would show each counter's creation time as one more series.
+        # In the classic text format, the creation time of each counter would be an additional series.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        # A registry of its own: several exporters in one process, as in tests, must not meet.
+        # Use a separate registry, so that several exporters in one process, as in tests, do not conflict.
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
@@ -80,7 +81,7 @@ class PrometheusExporter(BaseObserver):
             most_steps=MOST_STEPS,
         )
         self._other_in_steps = 0.0
-        """Seconds of the steps that no phase of theirs claims."""
+        """Seconds of the steps that belong to no phase."""
         self._published: dict[tuple[str, ...], float] = {}
         self._losses: deque[float] = deque(maxlen=LOSS_WINDOW_STEPS)
         self._throughput = Throughput()
@@ -88,7 +89,7 @@ class PrometheusExporter(BaseObserver):
         self._info: RunInfo | None = None
         self._linger_seconds = linger_seconds
         self._should_stop = should_stop
-        # Last, since from here on somebody may read what is not there yet.
+        # Start the server last, because from here on a scraper may read the metrics.
         self._server = MetricsServer(self.registry, port=port, host=host)
         self.address = self._server.address
         self.port = self._server.port
@@ -98,12 +99,12 @@ class PrometheusExporter(BaseObserver):
         self._info = info
         self._samples_per_step = info.samples_per_step
         self._account.add(info)
-        # Means and rates over what another rank 0 did would be of no run.
+        # Do not mix the values of another rank 0 into means and rates.
         self._losses.clear()
         self._throughput = Throughput()
         if info.takes_over:
             metrics.forget_gauges()
-        # Their labels and values are of the process before; two info series would be joined twice.
+        # These belong to the previous process. With two info series, a join would match twice.
         metrics.clear("info", "exit_code")
         if info.metrics:
             metrics.describe("task_metric", f": {describe_metrics(info.metrics)}")
@@ -122,13 +123,13 @@ class PrometheusExporter(BaseObserver):
         metrics.set("world_size", info.world_size)
 
     def rank_0_left(self) -> None:
-        """Drop the last values: rank 0 is on another node now, whose endpoint has them."""
+        """Remove the gauges, because rank 0 is on another node now, whose endpoint exports them."""
         self._metrics.forget_gauges()
 
     def step_end(self, record: StepRecord) -> None:
         metrics = self._metrics
         if record.skipped is None:
-            # A step without an update has no loss or norm worth showing: neither would be a number.
+            # A step without an update has no finite loss or norm.
             self._losses.append(record.loss)
             metrics.set(
                 "loss",
@@ -164,7 +165,7 @@ class PrometheusExporter(BaseObserver):
         metrics.observe("step_duration_seconds", record.step_seconds)
         metrics.set("rank_step_skew_seconds", record.rank_skew_seconds)
         metrics.set("last_step_timestamp_seconds", record.time)
-        # The parts that the step measures itself; those between steps follow from the accounts.
+        # Phases that the step measures. The time between steps is in the accounts.
         for phase, seconds in (
             ("data", record.data_seconds),
             ("forward_backward", record.forward_backward_seconds),
@@ -192,11 +193,11 @@ class PrometheusExporter(BaseObserver):
     def event(self, event: Event) -> None:
         metrics = self._metrics
         self._account.add(event)
-        # Counters of what happened; durations and steps of a save come with its event.
+        # Count events. The event of a save contains its duration and step.
         if event.type == EventType.SAVE:
             seconds = seconds_of(event, "seconds")
             blocking = seconds_of(event, "blocking_seconds")
-            # A save that blocked nearly as long as it took was no background save.
+            # A save that blocked for at least 90 % of its duration was not a background save.
             mode = "sync" if blocking >= 0.9 * seconds else "async"
             metrics.observe("checkpoint_duration_seconds", seconds, "save", mode)
             metrics.add("checkpoint_blocking_seconds_total", blocking)
@@ -233,14 +234,14 @@ class PrometheusExporter(BaseObserver):
         elif event.type == EventType.WORLD:
             metrics.add("world_changes_total", 1, read_change(event.fields.get("cause")))
             metrics.set("world_size", float(event.fields["world_size"]))
-            # One process has ended; the run goes on.
+            # Only one process has ended; the run continues.
             metrics.clear("exit_code")
         elif event.type == EventType.END:
             metrics.set("exit_code", float(event.fields["exit_code"]))
         self._publish()
 
     def _publish(self) -> None:
-        """Bring the counters up to the accounts of this moment."""
+        """Update the counters from the current accounts."""
         seconds = self._account.seconds(only_settled=True)
         self._raise("productive_seconds_total", seconds["productive"])
         for cause in CAUSES:
@@ -256,8 +257,8 @@ class PrometheusExporter(BaseObserver):
     def _raise(self, name: str, total: float, *labels: str) -> None:
         """Raise a counter to ``total``.
 
-        A counter must not go back. Where the accounts take seconds back, since steps were lost or a save is
-        reported late, it waits until they have caught up.
+        A counter must not decrease. If the accounts subtract seconds, because steps were lost or a save is
+        reported late, the counter stays until ``total`` exceeds it again.
         """
         published = self._published.get((name, *labels), 0.0)
         if total > published:
@@ -265,8 +266,8 @@ class PrometheusExporter(BaseObserver):
             self._published[name, *labels] = total
 
     def close(self) -> None:
-        """Keep serving for the lingering time, so that the last values are scraped, then stop."""
-        # A scraper comes every so many seconds; without this it would miss the values of the end.
+        """Serve the metrics for ``linger_seconds``, then stop."""
+        # Scrapers read at intervals, and would otherwise miss the final values.
         until = time.monotonic() + self._linger_seconds
         while time.monotonic() < until and not self._should_stop():
             time.sleep(min(_LINGER_POLL_SECONDS, max(0.0, until - time.monotonic())))

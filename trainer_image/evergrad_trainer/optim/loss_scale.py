@@ -1,4 +1,4 @@
-"""A scale of the loss for products in fp16, lowered where gradients overflow and raised while they fit."""
+"""A loss scale for products in fp16: it falls if gradients overflow, and grows while they are finite."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -8,24 +8,24 @@ import torch
 from evergrad_trainer.state.registry import Values
 
 GROWTH_INTERVAL: Final = 2000
-"""Updates in a row after which the scale is doubled."""
+"""Number of consecutive updates after which the scale is doubled."""
 _FIRST: Final = 2.0**16
 _LARGEST: Final = 2.0**24
-"""Sums of what is scaled stay far inside of fp32, however long gradients are zero."""
+"""Upper limit, so that scaled sums stay within fp32 even if gradients are zero for a long time."""
 _SMALLEST: Final = 1.0
-"""Gradients that overflow without a scale are those of a run that diverges."""
+"""Lower limit: if gradients overflow even without a scale, the run diverges."""
 
 
 class LossScale:
     """Scales the loss before the backward pass, so that small gradients are not lost in fp16.
 
-    torch's GradScaler has the same numbers, but decides by what a rank finds in its own gradients, on its
-    device: a shard of one rank may overflow where others are finite, and an update would be made on some
-    ranks alone. Here all ranks decide by the norm of the sums that they have agreed on. The scale is a power
-    of two, so that neither scaling nor its undoing rounds.
+    torch's GradScaler uses the same numbers, but each rank decides by its own gradients. A shard of one rank
+    may overflow while the others are finite, and then only some ranks would make the update. Here all ranks
+    decide by the norm of the reduced gradients, which is the same on all ranks. The scale is a power of two,
+    so that neither scaling nor unscaling rounds.
 
-    Scale and count are one tensor, so that replicas are compared with them and checkpoints have their
-    checksum.
+    Scale and count are stored in one tensor, so that comparisons of replicas and checksums of checkpoints
+    include them.
     """
 
     def __init__(
@@ -33,40 +33,40 @@ class LossScale:
     ) -> None:
         self._growth_interval = growth_interval
         self._stored = torch.zeros(2, dtype=torch.float64, device=device)
-        # The state as it is stored, so that no step waits for a device to know it; None: not read yet.
+        # Copy of the stored state, so that no step waits for the device to read it; None: not read yet.
         self._known: tuple[float, int] | None = None
         self.reset()
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return the live tensor: the scale, and the updates since it was last changed."""
+        """Return the live tensor [2]: the scale, and the number of updates since its last change."""
         return {"scale": self._stored}
 
     def values(self) -> Values:
-        """Return nothing: all of it is a tensor."""
+        """Return an empty mapping, because the whole state is a tensor."""
         return {}
 
     def load_values(self, values: Values) -> None:
-        """Read the tensor again when it is next asked for: it may not have arrived yet."""
+        """Discard the copy, so that the tensor is read again when it is needed; it may not be loaded yet."""
         self._known = None
 
     def reset(self) -> None:
-        """Go back to the scale of the beginning."""
+        """Reset to the initial scale."""
         self._store(_FIRST, 0)
 
     @property
     def value(self) -> float:
-        """The factor of the loss of the next step."""
+        """The factor for the loss of the next step."""
         return self._read()[0]
 
     @property
     def can_fall(self) -> bool:
-        """Whether a smaller scale may help where gradients overflow."""
+        """Whether the scale can be lowered if gradients overflow."""
         return self.value > _SMALLEST
 
     def follow(self, skipped: str | None) -> None:
-        """Take note of a finished step. ``skipped``: one of causes.SKIPS, or None for an update.
+        """Update the scale after a finished step. ``skipped``: one of causes.SKIPS, or None for an update.
 
-        A step that was skipped for another reason says nothing about the scale.
+        A step that was skipped for another reason than ``overflow`` does not change the scale.
         """
         scale, count = self._read()
         if skipped == "overflow":
@@ -84,11 +84,11 @@ class LossScale:
 
     def _store(self, scale: float, count: int) -> None:
         self._known = scale, count
-        # In place, and without a wait for an accelerator.
+        # Write in place, which does not wait for an accelerator.
         for index, number in enumerate(self._known):
             self._stored[index] = number
 
 
 def build_loss_scale(precision: str, device: torch.device) -> LossScale | None:
-    """The scale of what is trained in ``precision``; None where nothing is in fp16."""
+    """Return the loss scale for training in ``precision``; None if it does not use fp16."""
     return LossScale(device) if precision == "fp16-autocast" else None

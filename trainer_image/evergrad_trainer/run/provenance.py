@@ -1,6 +1,7 @@
-"""Provenance of a run: one entry a process in provenance.json with command, versions, commit, hardware, seed.
+"""Provenance of a run: provenance.json has one entry for each process, with command, versions, commit,
+hardware and seed.
 
-The entries are safe to publish.
+The entries contain no secrets and are safe to publish.
 """
 
 import os
@@ -33,7 +34,8 @@ FORMAT = 1
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 _GIT_TIMEOUT_SECONDS = 5
 COMMIT_VARIABLE = "GIT_COMMIT"
-"""Names the commit where there is no checkout: an image's build sets it, or ``spec.template.env``."""
+"""Environment variable with the commit if there is no checkout. An image's build or ``spec.template.env``
+sets it."""
 
 
 def record_process(
@@ -45,7 +47,7 @@ def record_process(
     generation: int,
     more: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Any]:
-    """Append what this process is to ``provenance.json`` and return the entry. Rank 0 only.
+    """Append the entry of this process to ``provenance.json`` and return it. Called only on rank 0.
 
     ``command``: the words of the command line. ``more``: further parts of the entry by their names, such as
     hashes of a task's files; empty ones are left out. Raises RunDirectoryError when the file cannot be read
@@ -56,7 +58,7 @@ def record_process(
         command=command, seed=seed, world_size=world_size, generation=generation
     )
     entry |= {name: dict(part) for name, part in (more or {}).items() if part}
-    # Rank 0 alone writes, so that nothing is lost between reading and replacing.
+    # Only rank 0 writes, so no entry is lost between reading and replacing the file.
     before = read_processes(directory)
     document = {"format": FORMAT, "processes": [*before, entry]}
     write_atomically(directory.provenance, dumps_strict(document, indent=2) + "\n")
@@ -64,8 +66,10 @@ def record_process(
 
 
 def read_processes(directory: RunDirectory) -> list[dict[str, Any]]:
-    """Read the entries of all processes so far, oldest first; none without the file. Raises
-    RunDirectoryError."""
+    """Read the entries of all processes so far, oldest first; empty if the file does not exist.
+
+    Raises RunDirectoryError if the file is damaged or cannot be read.
+    """
     document = read_json_object(directory.provenance)
     if document is None:
         return []
@@ -90,9 +94,8 @@ def describe_process(
 
     ``seed``: None for a script.
     """
-    # The commit checked out around the working directory; outside a checkout, as in a pod, what the
-    # environment says. Untracked files are left out: looking for them takes seconds in a checkout with large
-    # data.
+    # Use the commit of the checkout that contains the working directory; without a checkout, as in a pod, the
+    # environment variable. Ignore untracked files, because listing them takes seconds with large data.
     directory = Path.cwd()
     told = os.environ.get(COMMIT_VARIABLE, "").strip()
     git: dict[str, Any] | None = {"commit": told, "has_changes": None} if told else None
@@ -101,7 +104,7 @@ def describe_process(
         changes = _ask_git(directory, "status", "--porcelain", "--untracked-files=no")
         git = {"commit": commit, "has_changes": None if changes is None else bool(changes)}
 
-    # From the installed packages: importing them only to ask would take seconds.
+    # Read versions from the package metadata, because importing the packages would take seconds.
     versions: dict[str, str | None] = {
         "evergrad": __version__,
         "python": platform.python_version(),
@@ -127,7 +130,7 @@ def describe_process(
 
 def _ask_git(directory: Path, *words: str) -> str | None:
     command = ["git", "-C", str(directory), *words]
-    # A lock of our own would disturb whoever works in that checkout.
+    # Take no git locks, which would disturb other git commands in that checkout.
     environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     try:
         done = subprocess.run(
@@ -140,13 +143,13 @@ def _ask_git(directory: Path, *words: str) -> str | None:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        # No git, or a slow disk: provenance is a record beside the run and never holds it up.
+        # git is missing or the disk is slow. Provenance must not delay the run.
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _hardware() -> dict[str, Any]:
-    """Describe processor, memory and accelerators, as far as this system names them."""
+    """Describe processor, memory and accelerators, as far as this system reports them."""
     try:
         text = Path("/proc/cpuinfo").read_text("utf-8", errors="replace")
     except OSError:
@@ -157,7 +160,7 @@ def _hardware() -> dict[str, Any]:
     with suppress(ValueError, OSError, AttributeError):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-    # Only a torch that is loaded already: loading it only to ask would take seconds.
+    # Use torch only if it is already imported, because importing it would take seconds.
     torch: Any = sys.modules.get("torch")
     count = (
         torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0

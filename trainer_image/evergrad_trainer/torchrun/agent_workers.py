@@ -1,8 +1,8 @@
-"""The workers of a torchrun agent, seen from outside: a rendezvous handler gets no word of them from torch.
+"""Watches the workers of a torchrun agent from outside, because torch gives a rendezvous handler no
+information about them.
 
-Linux only: ``/proc`` shows the agent's children with their variables, and a pidfd tells the end of one before
-the agent collects it. Elsewhere nothing is known of a worker's end, and the failure is still reported,
-without its cause.
+Only on Linux: ``/proc`` lists the agent's children with their environment variables, and a pidfd signals the
+exit of a child before the agent collects it. On other systems a failure is reported without its cause.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ _TAIL_BYTES = 16 * 1024
 
 
 def say(text: str) -> None:
-    """Print a line for people who look at the agent's output."""
+    """Print a message to stderr, in the output of the agent."""
     print(f"evergrad: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
 class SeenEnd:
-    """How one worker of an agent ended, as seen from outside.
+    """How one worker of an agent ended.
 
-    ``exit_code`` is None where the agent was quicker to collect it; negative for a signal.
+    ``exit_code`` is negative for a signal, and None if the agent collected the process first.
     """
 
     rank: int
@@ -49,8 +49,9 @@ class SeenEnd:
 def build_broken(
     generation: int, *, end: SeenEnd | None, world_size: int, step: int, now: float
 ) -> Broken:
-    """The report that ``generation`` cannot continue, with what is known of the worker that ended first."""
-    # The platform does not show the end of somebody else's child.
+    """Build the report that ``generation`` cannot continue, with the known facts about the first worker that
+    ended."""
+    # Without an observed end, on platforms other than Linux, the cause is unknown.
     if end is None:
         return Broken(
             generation,
@@ -71,10 +72,10 @@ def build_broken(
 
 
 def classify(end: SeenEnd, *, world_size: int) -> BreakCause:
-    """The cause as this node sees it. ``world_size``: of the group that the worker was in."""
+    """Return the cause according to this node. ``world_size``: the size of the worker's group."""
     if end.exit_code == ExitCode.USER_ERROR:
         return "user_error"
-    # A worker that left as asked, or whose lease was lost: both follow from something else.
+    # A worker that stopped on request, or whose lease was lost, is a consequence of another failure.
     if end.exit_code in (ExitCode.STOPPED_SAVED, LEASE_LOST) or is_peer_failure(
         end.message, world_size=world_size
     ):
@@ -85,7 +86,8 @@ def classify(end: SeenEnd, *, world_size: int) -> BreakCause:
 
 
 class WorkerWatch:
-    """Watches the workers of one generation on the running loop; ``on_end`` is called for each, in order."""
+    """Watches the workers of one generation on the running event loop; calls ``on_end`` for each exit, in
+    order."""
 
     def __init__(
         self,
@@ -96,20 +98,20 @@ class WorkerWatch:
         self._port = port
         self._on_end = on_end
         self._living: dict[int, tuple[int, Mapping[str, str]]] = {}
-        """pidfd → (process id, its variables)."""
+        """Maps each pidfd to the process id and the environment variables of the worker."""
         self._expected = 0
         self._seen: set[int] = set()
 
     @property
     def are_gone(self) -> bool:
-        """Whether all workers were seen, and have ended."""
+        """Whether all workers were found and have exited."""
         return 0 < self._expected <= len(self._seen) and not self._living
 
     async def find(self) -> None:
-        """Look for the workers that the agent is starting now, until all are found."""
+        """Search for the workers that the agent starts, until all are found or the time limit is reached."""
         until = time.monotonic() + _FIND_SECONDS
         while time.monotonic() < until:
-            # Children of every thread of the agent: which one starts the workers is torch's business.
+            # Look at the children of every thread, because any of torch's threads may start the workers.
             children: list[int] = []
             with contextlib.suppress(OSError):
                 for listed in Path("/proc/self/task").glob("*/children"):
@@ -117,14 +119,14 @@ class WorkerWatch:
             for process in children:
                 if process in self._seen:
                     continue
-                # One that has ended since is no worker of this generation.
+                # Ignore a process that has exited in the meantime.
                 try:
                     data = Path(f"/proc/{process}/environ").read_bytes()
                 except OSError:
                     continue
                 pairs = data.decode(errors="replace").split("\0")
                 variables = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-                # Until it has become the worker's program, a child shows the agent's variables.
+                # Before its exec, a child has the agent's variables.
                 is_ours = variables.get("MASTER_PORT") == str(self._port)
                 if not is_ours or "LOCAL_RANK" not in variables:
                     continue
@@ -132,8 +134,8 @@ class WorkerWatch:
                     descriptor = os.pidfd_open(process)
                 except (OSError, AttributeError):
                     continue
-                # A pidfd is readable at the end, before the agent collects the process, and never means
-                # another one.
+                # A pidfd becomes readable at the exit, before the agent collects the process, and never
+                # refers to another process.
                 self._expected = int(variables["LOCAL_WORLD_SIZE"])
                 self._seen.add(process)
                 self._living[descriptor] = (process, variables)
@@ -153,14 +155,14 @@ class WorkerWatch:
     def _note_end(self, descriptor: int) -> None:
         _, variables = self._living.pop(descriptor)
         asyncio.get_running_loop().remove_reader(descriptor)
-        # WNOWAIT leaves the process for the agent to collect; if that was quicker, the code is lost to us.
+        # WNOWAIT leaves the process for the agent to collect. If the agent was first, the code is unknown.
         exit_code: int | None = None
         with contextlib.suppress(ChildProcessError, AttributeError):
             end = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if end is not None:
                 is_own = end.si_code == os.CLD_EXITED
                 exit_code = end.si_status if is_own else -end.si_status
-        # Only now: the number must not name another process while it is asked about.
+        # Close the pidfd only now, so that the number does not refer to another file during the query.
         os.close(descriptor)
         seen = SeenEnd(
             rank=int(variables.get("RANK", -1)), exit_code=exit_code, at=time.monotonic()
@@ -173,17 +175,17 @@ class WorkerWatch:
 
 
 def read_message(error_file: str | None) -> str:
-    """Read the worker's last words: its error file (written by ``@record``), else the end of its redirected
-    stderr, else ""."""
+    """Read the worker's error message from its error file (written by ``@record``), or else the last line of
+    its redirected stderr, or else return an empty text."""
     if not error_file or error_file == os.devnull:
         return ""
-    # Written by @record, and then the whole truth; torch leaves it out where the script is not decorated.
+    # @record writes the complete error; without the decorator there is no error file.
     try:
         message = json.loads(Path(error_file).read_text())["message"]
         return str(message["message"] if isinstance(message, dict) else message)
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    # Beside it, if torchrun was told to redirect: the last line of a traceback names the error.
+    # If torchrun redirects output, stderr.log is next to it, and the last line of a traceback is the error.
     try:
         with Path(error_file).with_name("stderr.log").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

@@ -1,8 +1,9 @@
-"""Weights & Biases: one run under one id, by the wandb package; offline it is a folder for `wandb sync`.
+"""Weights & Biases tracker: one run with one id, through the package wandb; offline, a folder for
+`wandb sync`.
 
-It takes no step after a later one and forgets none, so that a step that was trained twice is shown as it was
-trained first. The values that it shows are read from where they are: the server, or the files of earlier
-processes.
+It accepts no step that is older than its newest step, and keeps every value. If a step is trained twice, it
+shows the first values. The records that it already shows are read from the server, or offline from the files
+of earlier processes.
 """
 
 import importlib
@@ -31,24 +32,24 @@ _HEADER: Final = 7
 
 
 class WeightsAndBiases:
-    """One process's part of a run."""
+    """The wandb run to which one process writes."""
 
     def __init__(self, run: TrackedRun) -> None:
-        # Before its process is started, which may report errors to its makers.
+        # Set before wandb starts its process, which would send error reports.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         wandb: Any = importlib.import_module("wandb")
         settings, is_online = run.settings, run.settings.mode == "online"
         run.directory.mkdir(parents=True, exist_ok=True)
-        # Read before the library adds a file of its own.
+        # Read the files before the library adds a new file.
         shown = Shown() if is_online else _read_shown(run.directory, run.run_id)
         options: dict[str, Any] = {"base_url": settings.url} if settings.url else {}
         if is_online:
-            # At its exit the process waits for wandb's own, which tries to send for as long as it may.
+            # At exit, this process waits for wandb's process, which retries sending until this timeout.
             options["finish_timeout"] = CLOSING_SECONDS
         self._run: Any = wandb.init(
             id=run.run_id,
             resume="allow",
-            # Not the newest run of the process: tests and other programs may have one of their own.
+            # Do not reuse another wandb run of this process, such as a run of a test.
             reinit="create_new",
             project=settings.project or DEFAULT_PROJECT,
             entity=settings.entity,
@@ -56,7 +57,7 @@ class WeightsAndBiases:
             tags=list(settings.tags),
             mode=settings.mode,
             dir=str(run.directory),
-            # Nothing is collected that nobody has asked for: no console, no code, no statistics of the host.
+            # Collect neither console output, code nor host statistics.
             settings=wandb.Settings(
                 console="off",
                 silent=True,
@@ -69,7 +70,7 @@ class WeightsAndBiases:
         self._run.config.update(dict(run.facts), allow_val_change=True)
         self.own_id = run.run_id
         if is_online:
-            # The server says from which step on it takes more.
+            # The server reports the first step that it accepts.
             newest = int(getattr(self._run, "starting_step", 0) or 0) - 1
             shown = Shown(max(0, newest), {}, newest)
         self.shown = shown
@@ -77,7 +78,7 @@ class WeightsAndBiases:
         self._row: dict[str, float] = {}
 
     def write(self, step: int, time: float, values: Values) -> None:
-        # A row is given away once it is whole: its evaluations come after its step.
+        # Send a row only when it is complete, because evaluations are written after their step.
         if step != self._step:
             self._commit()
         self._step = step
@@ -87,12 +88,11 @@ class WeightsAndBiases:
         self._run.summary[name] = text
 
     def flush(self) -> None:
-        """Do nothing: the library writes in a process of its own, and what it has is read at the next
-        opening."""
+        """Does nothing: the library writes in a separate process, and the next opening reads the result."""
 
     def finish(self, end: End) -> None:
-        # The newest step may still get an evaluation: the process that goes on with the run shows it whole,
-        # since a row that the server has takes nothing more.
+        # Otherwise, the newest step may still get an evaluation. The server accepts no additions to a row, so
+        # the process that continues the run sends the complete row.
         if end in ("complete", "stopped"):
             self._commit()
         self._run.finish(exit_code=1 if end == "failed" else 0)
@@ -104,7 +104,7 @@ class WeightsAndBiases:
 
 
 def _read_shown(directory: Path, run_id: str) -> Shown:
-    """The records of the run in the files of earlier processes."""
+    """Read which records of the run are in the files of earlier processes."""
     records: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     step, evaluations = 0, dict[str, int]()
     for path in sorted(directory.glob(f"wandb/offline-run-*/run-{run_id}.wandb")):
@@ -126,8 +126,8 @@ def _read_shown(directory: Path, run_id: str) -> Shown:
 
 
 def _read_records(content: bytes) -> Iterator[bytes]:
-    """The records of a transaction log: pieces in blocks of 32 KiB, as in LevelDB's log. A kill may have cut
-    off the last one.
+    """Yield the records of a transaction log: pieces in blocks of 32 KiB, as in LevelDB's log. After a kill,
+    the last record may be incomplete.
 
     Format: https://github.com/google/leveldb/blob/main/doc/log_format.md, after a header of seven bytes.
     """
@@ -137,7 +137,7 @@ def _read_records(content: bytes) -> Iterator[bytes]:
     while place + _HEADER <= len(content):
         left = _BLOCK - place % _BLOCK
         if left < _HEADER:
-            # No header fits into the rest of a block: it is filled up.
+            # The rest of the block is padding, because no header fits.
             place += left
             continue
         length, kind = struct.unpack_from("<HB", content, place + 4)
@@ -145,7 +145,7 @@ def _read_records(content: bytes) -> Iterator[bytes]:
         if kind not in (1, 2, 3, 4) or len(piece) < length:
             return
         place += _HEADER + length
-        # Whole, first, middle, last.
+        # Kinds of pieces: 1 whole, 2 first, 3 middle, 4 last.
         parts = piece if kind in (1, 2) else parts + piece
         if kind in (1, 4):
             yield parts
