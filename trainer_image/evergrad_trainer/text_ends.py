@@ -1,4 +1,4 @@
-"""The ids at which a text ends for users of a run's model: those that it has learned, and those of the
+"""The ids at which a text of a run's model ends: the ids that the model has learned, and the ids in the
 directory that the run began with."""
 
 from collections.abc import Sequence
@@ -15,16 +15,15 @@ from evergrad_trainer.run.directory import find_record
 from evergrad_trainer.run.record import read_base, read_run
 
 _LONGEST_CHAIN: Final = 64
-"""Most runs of which each begins with the next: more would be runs that name one another."""
+"""Maximum number of runs that begin with one another; a longer chain is a cycle."""
 
 
 def find_export_ends(
     training: Training, base_directory: Path, tokenizer: TextTokenizer
 ) -> tuple[int, ...]:
-    """Every id that an export of the run names as an end of a text, in its order.
+    """Return every id that an export of the run declares as an end of a text, in order.
 
-    Raises DataError for a chat template that is not valid, and ModelError for settings of generation that
-    cannot be read.
+    Raises DataError if the chat template is invalid, and ModelError if generation settings cannot be read.
     """
     learned = find_ends(tokenizer, row_format(training, base_directory))
     ends = add_ends(_ends_before(training, base_directory), learned)
@@ -32,14 +31,14 @@ def find_export_ends(
 
 
 def _ends_before(training: Training, base_directory: Path) -> int | Sequence[int] | None:
-    """The ends that the run began with: of its base, or as the file says."""
+    """Return the end ids of the run's original model or of the manifest."""
     origin = find_origin(training, base_directory)
     settings = None if origin is None else read_settings(origin)
     ends: Any
     if settings is not None:
         ends = settings.get(END)
     elif training.model.path is not None:
-        # As transformers takes them where there are no settings of generation.
+        # Without generation settings, transformers uses the model's configuration.
         plan = plan_model(training.model, base_directory=base_directory, vocab_size=None)
         ends = getattr(plan.config, END, None)
     else:
@@ -48,7 +47,8 @@ def _ends_before(training: Training, base_directory: Path) -> int | Sequence[int
 
 
 def find_origin(training: Training, base: Path) -> Path | None:
-    """The transformers directory that a run began with, by way of other runs; None if there is none now."""
+    """Return the transformers directory with which the run began, also through other runs; None if it does
+    not exist."""
     for _ in range(_LONGEST_CHAIN):
         named = training.model.path
         if named is not None:

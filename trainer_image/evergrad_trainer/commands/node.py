@@ -292,7 +292,7 @@ def _read_token(path: Path | None, problems: list[Problem]) -> str:
 
 
 def _own_address(host: str, port: int) -> str:
-    """Find the address of this machine towards the coordinator. Raises ConfigurationError if there is none."""
+    """Find the address of this machine towards the coordinator. Raises ConfigurationError if none exists."""
     from evergrad_trainer.worker.sockets import address_towards
 
     try:

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of rows, also without the logits of all of them in memory."""
+"""Log probabilities of the tokens of rows, optionally without the logits of all tokens in memory."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from evergrad_trainer.objectives.linear_cross_entropy import find_head, without
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """Logits are computed again in the backward pass, chunk by chunk, so that none are kept for it."""
+    """Computes the logits again in the backward pass, chunk by chunk, so that no logits are stored for it."""
 
     @staticmethod
     def forward(
@@ -39,7 +39,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, labels = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        # Summed over chunks in fp32, whatever the products' type is. A head that is frozen has none.
+        # Sum over chunks in fp32, independent of the dtype of the products. A frozen head has no gradient.
         grad_weight = (
             torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         )
@@ -47,10 +47,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
             rows = slice(begin, begin + ctx.chunk_tokens)
             part, targets = hidden[rows], labels[rows]
             is_asked = targets != IGNORE_INDEX
-            # d log p(y) / d logits = one-hot - softmax, and zero where no token is asked for.
+            # d log p(y) / d logits = one-hot - softmax, and zero for ignored labels.
             slope = -functional.linear(part, weight).float().softmax(dim=-1)
             places = torch.arange(len(targets), device=slope.device)
-            # A target that is to be ignored is no column: any one will do, since the row becomes zero.
+            # An ignored label is not a valid column. Use column 0, because the row becomes zero.
             slope[places, targets.where(is_asked, 0)] += 1
             slope *= (gradient[rows] * is_asked)[:, None]
             slope = slope.to(hidden.dtype)
@@ -69,16 +69,16 @@ def token_log_probs(
     head: torch.Tensor | None = None,
     chunk_tokens: int = 0,
 ) -> torch.Tensor:
-    """Log-probability of each label [b, S], float32, in nats; 0 where a label is IGNORE_INDEX.
+    """Return the log probability of each label [b, S], float32, in nats; 0 if the label is IGNORE_INDEX.
 
-    ``outputs``: logits [b, S, V]; with ``head`` [V, H] the hidden states [b, S, H] that they are made of,
-    ``chunk_tokens`` tokens at a time.
+    ``outputs``: logits [b, S, V], or with ``head`` [V, H] the hidden states [b, S, H], from which logits are
+    computed for ``chunk_tokens`` tokens at a time.
     """
     flat = labels.flatten()
     if head is not None:
         kind, dtype = outputs.device.type, outputs.dtype
         if torch.is_autocast_enabled(kind):
-            # Cast here and not by the products: those of the backward pass stand outside of autocast.
+            # Cast here, because the products of the backward pass run outside autocast.
             dtype = torch.get_autocast_dtype(kind)
         hidden, weight = outputs.flatten(0, 1).to(dtype), head.to(dtype)
         found = _ChunkedLogProbs.apply(hidden, weight, flat, chunk_tokens)  # type: ignore[no-untyped-call]
@@ -97,11 +97,11 @@ def row_log_probs(
     *,
     chunk_tokens: int | None,
 ) -> torch.Tensor:
-    """The sum of the log-probabilities of each row's labels [b], in nats.
+    """Return the sum of the log probabilities of each row's labels, [b], in nats.
 
-    ``input_ids`` and ``labels`` [b, S], already shifted. The model is called once. ``chunk_tokens``: logits
-    exist for at most so many tokens at a time. Raises ValueError for a model whose logits are more than a
-    linear layer where they are asked for in chunks.
+    ``input_ids`` and ``labels``: [b, S], already shifted. The model is called once. ``chunk_tokens``: maximum
+    number of tokens whose logits exist at a time; None: all tokens. Raises ValueError if ``chunk_tokens`` is
+    given and the model's logits are not only a linear layer.
     """
     if chunk_tokens is None:
         outputs: Any = model(input_ids=input_ids, use_cache=False)

@@ -1,4 +1,4 @@
-"""Folds a run's files into its accounts of time: the records in the order in which they happened."""
+"""Computes a run's time accounts from its files, by adding the records in chronological order."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,18 +13,18 @@ from evergrad_trainer.observers.history import StepTable
 from evergrad_trainer.observers.time_account import Account
 
 _OPENING = (EventType.START, EventType.WORLD)
-"""Events with which a generation begins, whatever the clock of their process says."""
+"""Events with which a generation begins, independent of the clock of their process."""
 
 
 def account(
     steps: StepTable, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]
 ) -> Goodput:
-    """Account for all processes of a run.
+    """Compute the accounts of all processes of a run.
 
-    A killed process has no end event; that is no error.
+    A killed process has no end event; this is not an error.
     """
     fold = Account()
-    # Steps stay columns until they are folded: a million records would not fit beside them.
+    # Keep the steps as columns, because a million records would not fit in memory next to them.
     rows = zip(
         steps.step.tolist(),
         steps.generation.tolist(),
@@ -40,7 +40,7 @@ def account(
         done = place
         fold.add(record)
 
-    # Steps after the last event, as in a run that trains just now.
+    # Add the steps after the last event, as in a running run.
     for row in rows:
         fold.add_step(*row)
     fold.finish()
@@ -52,19 +52,19 @@ def _places(
 ) -> Iterator[tuple[int, Event | EvaluationRecord]]:
     """Yield each event and evaluation with the number of step rows that come before it, in order.
 
-    Generations order the processes, since each start and each change of the world raises them and clocks of
-    two machines may differ. Within a generation one process writes all three files, by one clock.
+    Processes are ordered by generation, because each start and each change of the world increases it and
+    clocks of two machines may differ. Within a generation, one process writes all three files with one clock.
     """
-    # A row of an older generation after newer ones was written late: it stays where it is in the file.
+    # A row of an older generation after newer rows was written late, and keeps its place in the file.
     generations = np.maximum.accumulate(steps.generation)
     times = _rising(generations, steps.time)
 
-    # The key of each record: its generation, what opens one first, then the time. At one time, evaluations
-    # come before events, and each kind keeps the order of its file.
+    # Sort by generation, with the event that opens a generation first, and then by time. At the same time,
+    # evaluations come before events, and each kind keeps the order of its file.
     keyed = []
     kinds: tuple[Sequence[Event | EvaluationRecord], ...] = (evaluations, events)
     for kind, records in enumerate(kinds):
-        # A process that was overtaken may write its last events after the newer one has begun.
+        # An older process may write its last events after a newer process has begun.
         ordered = sorted(records, key=lambda one: one.generation)
         own_generations = np.array([one.generation for one in ordered], np.int64)
         own_times = np.array([one.time for one in ordered], np.float64)
@@ -86,13 +86,13 @@ def _places(
 def _rising(
     generations: npt.NDArray[np.int64], times: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Raise the times so that each is at least as late as those before it in its generation: files are read
-    in their order also where a clock went back."""
+    """Make the times of each generation non-decreasing, so that rows stay in the order of the file even if a
+    clock went back."""
     inner = (np.nonzero(np.diff(generations))[0] + 1).tolist()
     edges = [0, *inner, len(generations)]
     parts = [np.zeros(0)]
     for first, last in pairwise(edges):
-        # Without rows there is one empty span, of which nothing can be accumulated.
+        # Skip the empty span of a file without rows, which cannot be accumulated.
         if last > first:
             known = np.nan_to_num(times[first:last], nan=-math.inf)
             parts.append(np.fmax.accumulate(known))

@@ -1,8 +1,8 @@
-"""The registry of the built-in observers, which are rank 0's, and how a run's are made from it.
+"""The registry of the built-in observers of rank 0, and the construction of a run's observers.
 
-An observer of a task is declared by the task, an observer of the product here. Both have the same hook
-points, those of :class:`~evergrad_trainer.observers.base.Observer`, and the same isolation, which each
-declares by ``essential``: an exception of an essential one ends the run, any other one is switched off.
+A task declares its own observers; this module declares the built-in observers. Both implement
+:class:`~evergrad_trainer.observers.base.Observer` and are isolated in the same way: an exception of an
+observer with ``essential`` ends the run, and other observers that fail are switched off.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Everything that built-in observers are made from."""
+    """The inputs from which built-in observers are built."""
 
     directory: RunDirectory
     run: str
     training: Training
     base_directory: Path
-    """Where relative paths of the file begin."""
+    """The directory that relative paths of the manifest refer to."""
     stream: TextIO
-    """Where progress goes; a bar if it is a terminal."""
+    """The output of the progress display; a bar if it is a terminal."""
     should_stop: Callable[[], bool]
-    """Cuts the endpoint's lingering short."""
+    """Returns true to end the lingering of the endpoint early."""
     relay: Observer | None
-    """Gets the records in the place of an endpoint of this process's own."""
+    """Receives the records instead of an endpoint in this process."""
 
 
 @runtime_checkable
 class Served(Protocol):
-    """An observer with an endpoint of its own."""
+    """An observer that serves an endpoint."""
 
     address: str
 
@@ -55,7 +55,7 @@ def _build_exporter(around: Surroundings) -> "PrometheusExporter | None":
     metrics = around.training.metrics
     if around.relay is not None or metrics.port is None:
         return None
-    # The client library takes a while to import, which a run without an endpoint need not wait for.
+    # Import the client library only for a run with an endpoint, because the import is slow.
     from evergrad_trainer.observers.prometheus import PrometheusExporter
 
     return PrometheusExporter(
@@ -69,7 +69,7 @@ def _build_exporter(around: Surroundings) -> "PrometheusExporter | None":
 
 def _build_trackers(around: Surroundings) -> list[Observer]:
     trackers = around.training.logging.trackers
-    # One patience for all: each end waits for them together.
+    # Share the timeouts, because the end of a run waits for all trackers together.
     patience = TrackerTimeouts()
     made: list[Observer] = []
     for one in trackers:
@@ -84,7 +84,7 @@ def _build_trackers(around: Surroundings) -> list[Observer]:
 def _build_profiler(around: Surroundings) -> Observer | None:
     profile = around.training.logging.profile
     if profile is None or profile.ranks == "all":
-        # Where all ranks trace, it is none of rank 0's: see ``build_lasting``.
+        # If all ranks trace, ``build_lasting`` builds the profiler.
         return None
     return Profiler(profile, around.directory.profiles)
 
@@ -100,19 +100,19 @@ BUILT_IN: Final[dict[str, Callable[[Surroundings], Observer | list[Observer] | N
     "profiler": _build_profiler,
     "endpoint": _build_exporter,
 }
-"""By name, how each is made, or None where the run has it not; of trackers there may be several.
+"""Builders by name. A builder returns None if the run does not have the observer, or several trackers.
 
-In this order they are called: the JSON lines first, since they are the record, and the endpoint last,
-because closing it may linger.
+Observers are called in this order: the JSON lines first, because they are the record, and the endpoint last,
+because closing it may take time.
 """
 
 
 def build_lasting(
     training: Training, own: Sequence[Observer], run_directory: Path | None
 ) -> Lasting:
-    """A task's observers and those of the file that every rank has: its monitors, and traces of all ranks.
+    """Build the observers of every rank: the task's observers, and the monitors and traces of the manifest.
 
-    ``run_directory``: None where only the data are looked at.
+    ``run_directory``: None if only the data are inspected.
     """
     observers = list(own)
     monitors = build_monitors(training)
@@ -136,8 +136,8 @@ class BuiltObservers:
 
 
 def build_observers(around: Surroundings) -> BuiltObservers:
-    """Make the observers of rank 0. Raises RunDirectoryError and ConfigurationError."""
-    # In the registry's order, which is also that of the calls.
+    """Build the observers of rank 0. Raises RunDirectoryError or ConfigurationError."""
+    # Build them in the registry's order, in which they are also called.
     made = {name: build(around) for name, build in BUILT_IN.items()}
     endpoint: object = made["endpoint"]
     observers: list[Observer] = []

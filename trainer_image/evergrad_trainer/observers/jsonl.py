@@ -1,5 +1,5 @@
-"""Writes metrics.jsonl, events.jsonl and evaluation.jsonl: one strict JSON object a line, in the file when
-the call returns."""
+"""Writes metrics.jsonl, events.jsonl and evaluation.jsonl: one strict JSON object per line, which is in the
+file when the call returns."""
 
 import logging
 import os
@@ -34,12 +34,12 @@ from evergrad_trainer.run.directory import (
 )
 
 LONGEST_WAITING_BYTES = 16 * 2**20
-"""Lines that wait for a volume: tens of thousands of steps, days of a large model."""
+"""Maximum size of lines that wait for a volume: tens of thousands of steps, or days of a large model."""
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
-"""Longest pause between two tries to write what waits."""
+"""Maximum pause between two attempts to write the waiting lines."""
 CLOSING_SECONDS = 2.0
-"""How long the end of a process waits for the volume: whoever asked it to stop may kill next."""
+"""Maximum time that the end of a process waits for the volume, because the process may be killed next."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,15 +52,15 @@ _START_FACTS = (
     "tokens_per_step",
     "samples_per_step",
 )
-"""Facts of the run that its start event carries too, so that events.jsonl can be read alone."""
+"""Facts of the run that its start event also contains, so that events.jsonl can be read alone."""
 
 
 class JsonLinesWriter:
-    """Writer that appends objects to one file. A line reaches the kernel in one ``write``, so that a kill
-    loses no finished step.
+    """Writer that appends objects to one file. Each line is written with one ``write`` call, so that a kill
+    does not lose a finished step.
 
-    While the volume is away or full, lines wait in memory, and are written in their order later: training
-    needs nothing of them.
+    While the volume is unreachable or full, lines wait in memory and are written in order later, because
+    training does not read them.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class JsonLinesWriter:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open ``path``, cutting off what a kill left of a line: see ``cut_bytes``.
+        """Open ``path`` and remove an unfinished last line that a kill left; ``cut_bytes`` is its length.
 
-        Raises RunDirectoryError or VolumeError.
+        Raises RunDirectoryError or VolumeError if the file cannot be opened.
         """
         self._path = path
         self._clock = clock
@@ -90,14 +90,14 @@ class JsonLinesWriter:
             )
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one object, now or later. Raises VolumeError when more waits than memory should hold.
+        """Append one object, now or later. Raises VolumeError if more than LONGEST_WAITING_BYTES wait.
 
-        The file ends with a whole line in either case.
+        In both cases the file ends with a complete line.
         """
         data = encode_text(dumps_strict(row)) + b"\n"
         self._waiting.append(data)
         self._waiting_bytes += len(data)
-        # While the volume is away, a try at every step would slow the training down.
+        # While the volume is unreachable, an attempt at every step would slow down the training.
         if (
             self._pause
             and self._clock() < self._next_try
@@ -107,7 +107,7 @@ class JsonLinesWriter:
         try:
             self._write_waiting()
         except (OSError, VolumeError, RunDirectoryError) as error:
-            # Memory is for the training: rather an end that is understood than one by the kernel.
+            # Limit the memory: a clear error is better than an out-of-memory kill.
             if self._waiting_bytes > LONGEST_WAITING_BYTES:
                 what = f"{len(self._waiting)} lines wait to be written"
                 remedy = "Free some space, raise the quota, or check the volume's server, and start again"
@@ -117,7 +117,7 @@ class JsonLinesWriter:
                 _log.warning(
                     "%s: cannot be written: %s; its lines wait in memory", self._path, error
                 )
-            # Twice as long each time: a volume that is away for an hour is asked a hundred times, not
+            # Double the pause each time, so that an outage of an hour causes about a hundred attempts, not
             # thousands.
             self._pause = min(
                 max(FIRST_PAUSE_SECONDS, 2 * self._pause), LONGEST_PAUSE_SECONDS
@@ -126,10 +126,10 @@ class JsonLinesWriter:
 
     def _write_waiting(self) -> None:
         if self._pause:
-            # A handle that went stale stays stale, and another process may have appended meanwhile.
+            # A stale file handle does not recover, and another process may have appended in the meantime.
             self._close_descriptor()
             mend_last_line(self._path)
-        # The file may have been closed by a try that failed.
+        # A failed attempt may have closed the file.
         if self._descriptor < 0:
             self._descriptor = self._open()
         while self._waiting:
@@ -138,13 +138,14 @@ class JsonLinesWriter:
                 while written < len(data):
                     written += os.write(self._descriptor, data[written:])
             except OSError:
-                # Half a line would join the next one; another process may have appended after it, though.
+                # Remove the partial line, which would join the next line, unless another process has appended
+                # after it.
                 with suppress(OSError):
                     end = os.lseek(self._descriptor, 0, os.SEEK_CUR)
                     if written and end == os.fstat(self._descriptor).st_size:
                         os.ftruncate(self._descriptor, end - written)
                 raise
-            # A line leaves the queue once it is written whole: a failure leaves it for the next try.
+            # Remove a line from the queue only after it is written completely, so that failures are retried.
             self._waiting_bytes -= len(self._waiting.popleft())
         if self._pause:
             _log.warning("%s: is written again", self._path)
@@ -157,7 +158,7 @@ class JsonLinesWriter:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Bring the lines to the disk and close. Raises VolumeError where lines still wait for it in vain."""
+        """Write the lines to the disk and close. Raises VolumeError if waiting lines cannot be written."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -171,7 +172,7 @@ class JsonLinesWriter:
                 self._pause = self._pause or FIRST_PAUSE_SECONDS
                 raise
 
-        # A short wait only: whoever asked this process to stop may kill it next.
+        # Wait only briefly, because a stopped process may be killed next.
         try:
             retry(
                 finish,
@@ -190,13 +191,13 @@ class JsonLinesWriter:
 class RunLog(BaseObserver):
     """Writer of the run's records.
 
-    Essential: a run that can no longer keep its steps, not even in memory, must not go on.
+    Essential: a run that cannot record its steps, not even in memory, must not continue.
     """
 
     essential = True
 
     def __init__(self, directory: RunDirectory) -> None:
-        """Open the three files. Raises RunDirectoryError."""
+        """Open the three files. Raises RunDirectoryError or VolumeError if a file cannot be opened."""
         self._metrics = JsonLinesWriter(directory.metrics)
         self._events = JsonLinesWriter(directory.events)
         self._evaluation = JsonLinesWriter(directory.evaluation)
@@ -213,11 +214,11 @@ class RunLog(BaseObserver):
 
     def run_start(self, info: RunInfo) -> None:
         self._facts = {name: getattr(info, name) for name in _START_FACTS}
-        # Unknown values are left out.
+        # Leave out unknown values.
         known = {"flops_per_step": info.flops_per_step, "peak_flops": info.peak_flops}
         self._facts |= {name: value for name, value in known.items() if value is not None}
         if info.metrics:
-            # Events of a recipe without metrics of its own are what they were before there were any.
+            # Without metrics, leave the key out, so that events are the same as those of older versions.
             self._facts["metrics"] = info.metrics
         if info.loss_items != TOKENS:
             self._facts["loss_items"] = info.loss_items
@@ -229,11 +230,11 @@ class RunLog(BaseObserver):
         self._evaluation.write(record_row(record))
 
     def event(self, event: Event) -> None:
-        # With the run's facts, so that events.jsonl can be read alone.
+        # Add the run's facts, so that events.jsonl can be read alone.
         if event.type == EventType.START:
             event = replace(event, fields=self._facts | event.fields)
         self._events.write(event_row(event))
-        # Not before the start event, which opens each process's part of the file.
+        # Write warnings after the start event, with which each process's part of the file begins.
         warnings, self._warnings = self._warnings, []
         for message in warnings:
             self._events.write(
@@ -247,8 +248,8 @@ class RunLog(BaseObserver):
             )
 
     def close(self) -> None:
-        """Bring everything to the disk. All three are closed, also when one fails."""
-        # A stack runs all of them, and raises the last error once each is closed.
+        """Write all lines to the disk. All three files are closed, even if one fails."""
+        # The stack closes all writers, and then raises the last error.
         with ExitStack() as stack:
             for writer in (self._metrics, self._events, self._evaluation):
                 stack.callback(writer.close)

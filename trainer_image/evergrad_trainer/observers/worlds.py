@@ -1,4 +1,4 @@
-"""Changes of a run's world while they are accounted for: how long training stood still for each. Pure."""
+"""Computes the duration of the pause for each change of a run's world. Pure."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,31 +11,31 @@ from evergrad_trainer.observers.goodput import WorldChange
 
 @dataclass
 class OpenChange:
-    """A change whose time may still grow, and of which saves and evaluations may still claim a part.
+    """A change whose duration may still grow, and from which saves and evaluations may still subtract time.
 
-    It lasts from the last step before it, or from the change before it, to the first step after it. Where
-    several changes follow each other without a step in between, each has the time up to its own event, and
-    the last one has the rest too.
+    It lasts from the last step or change before it to the first step after it. If several changes follow each
+    other without a step between them, each change has the time up to its own event, and the last change also
+    has the rest.
     """
 
     world: Event
     begin: float
     end: float
     claimed: float
-    """Seconds that evaluations and saves of older worlds claim."""
+    """Seconds of evaluations and saves of older worlds."""
     claimed_later: float = 0.0
-    """Seconds that this world itself claims before its first step; they count where a step came."""
+    """Seconds of evaluations and saves of this world before its first step; they count only after a step."""
     has_step: bool = False
 
     def close(self, step_begin: float) -> None:
-        """End the change where the first step of its world begins."""
+        """End the change at the begin of the first step of its world."""
         self.has_step = True
-        # A row without a time ends the change where its event was.
+        # If the step has no time, the change ends at its own event.
         if math.isfinite(step_begin):
             self.end = max(self.end, step_begin)
 
     def claim_save(self, generation: int, seconds: float) -> None:
-        """Take ``seconds`` for a save of the last step before the change, reported by ``generation``."""
+        """Subtract ``seconds`` for a save of the last step before the change, reported by ``generation``."""
         if generation < self.world.generation:
             self.claimed += seconds
         else:
@@ -49,7 +49,7 @@ class OpenChange:
         return seconds if math.isfinite(seconds) else 0.0
 
     def result(self) -> WorldChange:
-        """Return the change as it is known now."""
+        """Return the change so far."""
         fields = self.world.fields
         size, from_size = fields.get("world_size"), fields.get("from_world_size")
         return WorldChange(
@@ -66,11 +66,11 @@ class OpenChange:
 
 @dataclass
 class Changes:
-    """The changes of one part of the run, and what saves and evaluations claim of their time."""
+    """The changes of one part of the run, without the time of saves and evaluations."""
 
     all: list[OpenChange] = field(default_factory=list)
     seconds: float = 0.0
-    """Sum over all of them, kept up to date."""
+    """Sum of the seconds of all changes."""
     _step: int | None = None
     _step_time: float | None = None
     """End of the newest step."""
@@ -79,33 +79,33 @@ class Changes:
     _evaluated: float = 0.0
     """Seconds of evaluations since the newest step or change."""
     _saving: dict[int, OpenChange] = field(default_factory=dict)
-    """By step, the change that came right after it: saves of that step are reported later."""
+    """Maps a step to the change right after it, because saves of that step are reported later."""
 
     @property
     def _open(self) -> OpenChange | None:
-        """The change after which no step has come yet."""
+        """The newest change if no step has followed it yet, or else None."""
         return self.all[-1] if self.all and not self.all[-1].has_step else None
 
     def add_step(self, step: int, begin: float, time: float) -> None:
-        """End the open change where a step begins."""
+        """End the open change when a step begins."""
         if change := self._open:
             self.seconds -= change.seconds
             change.close(begin)
             self.seconds += change.seconds
-        # Trained again: a save that is reported from now on is of this one.
+        # If the step is trained again, later reports of a save refer to the new step.
         self._saving.pop(step, None)
         self._step, self._saved, self._evaluated = step, 0.0, 0.0
         self._step_time = time if math.isfinite(time) else self._step_time
 
     def add_evaluation(self, seconds: float) -> None:
-        """Take an evaluation's seconds out of the change that it is in."""
+        """Subtract the seconds of an evaluation from the change in which it happened."""
         self._evaluated += seconds
         if change := self._open:
-            # It counts once a step has come; where another change comes, it belongs to that one.
+            # It counts after the next step. If another change comes first, it belongs to that change.
             change.claimed_later += seconds
 
     def add_save(self, step: int, generation: int, seconds: float) -> None:
-        """Take the seconds that a save of ``step`` blocked out of the change that came right after it."""
+        """Subtract the blocking seconds of a save of ``step`` from the change right after that step."""
         if step == self._step:
             self._saved += seconds
         if change := self._saving.get(step):
@@ -120,10 +120,10 @@ class Changes:
         last_sign: float,
         elsewhere_until: float | None,
     ) -> None:
-        """Begin a change: training stands still since the last step or change.
+        """Begin a change, at the last step or change.
 
-        ``last_sign``: of the part, where there was no step before. ``elsewhere_until``: rank 0 comes from
-        elsewhere, where the last step ended then.
+        ``last_sign``: time of the part's last record, used if there was no step before. ``elsewhere_until``:
+        if rank 0 was another process, the time at which its last step ended.
         """
         begin, claimed, step = last_sign, 0.0, None
         if elsewhere_until is not None:
@@ -136,7 +136,7 @@ class Changes:
                 self._evaluated + self._saved,
                 self._step,
             )
-        # Clocks of two machines: the last step may have been written after this event.
+        # Clocks of two machines differ, so the last step may have a later time than this event.
         change = OpenChange(
             world,
             min(begin, world.time),
@@ -151,5 +151,5 @@ class Changes:
 
 
 def is_positive(value: object) -> bool:
-    """Whether a field holds a number of processes."""
+    """Whether ``value`` is a valid number of processes."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0

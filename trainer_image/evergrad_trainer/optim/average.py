@@ -1,4 +1,4 @@
-"""An exponential moving average of the trained weights: a part of the run's state beside them."""
+"""An exponential moving average of the trained weights, which is a part of the run's state."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,19 +16,20 @@ from evergrad_trainer.state.registry import Values
 UPDATES: Final = "updates"
 TRAINED: Final = "trained"
 AVERAGE: Final = "average"
-"""Which weights of a checkpoint are meant, as commands name them."""
+"""Names of the two kinds of weights of a checkpoint, as in commands."""
 
 
 class Average:
-    """Averages what the optimizer trains, over the updates that were made.
+    """Averages the trained weights over the updates.
 
-    The first update sets it to the weights; each further one makes it d · average + (1 - d) · weights. It is
-    in fp32 whatever the weights are, because 1 - d of a weight is below the precision of bf16. Each element
-    depends on its own weight alone, so that a sharded average has the bits of a whole one.
+    The first update sets the average to the weights; each further update sets it to
+    d · average + (1 - d) · weights. The average is always in fp32, because (1 - d) times a weight is below
+    the precision of bf16. Each element depends only on its own weight, so a sharded average is bitwise equal
+    to a whole average.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], settings: Ema) -> None:
-        """``modules``: those that are trained, where their tensors will stay, by the names of the state."""
+        """``modules``: the trained modules by their names in the state. Their tensors must not move later."""
         self._settings = settings
         self._weights = {
             f"{name}.{own}": parameter
@@ -47,11 +48,11 @@ class Average:
         return self._average
 
     def values(self) -> Values:
-        """Return how many updates are in the average."""
+        """Return the number of updates in the average."""
         return {UPDATES: self._updates}
 
     def load_values(self, values: Values) -> None:
-        """Take over how many updates are in it."""
+        """Load the number of updates in the average."""
         self._updates = int(values.get(UPDATES, 0))
 
     def reset(self) -> None:
@@ -62,17 +63,17 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights after an update."""
+        """Add the weights after an update to the average."""
         decay = self.decay_after(self._updates)
         for name, weight in self._weights.items():
-            # Operations that round once each: a fused one may compute the end of a tensor otherwise than its
-            # middle, and an element would depend on where its tensor is cut.
+            # Use operations that round once each. A fused operation may compute the end of a tensor
+            # differently from its middle, so that an element would depend on the shards of its tensor.
             share = _local(weight.detach()).float() * (1.0 - decay)
             _local(self._average[name]).mul_(decay).add_(share)
         self._updates += 1
 
     def decay_after(self, updates: int) -> float:
-        """Share of the average that is left by the next update after ``updates``."""
+        """Return the decay d of the next update after ``updates`` updates."""
         if updates == 0:
             return 0.0
         if not self._settings.warmup:
@@ -81,9 +82,9 @@ class Average:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Compute with the average in the place of the weights while this lasts, as soon as there is one.
+        """Inside the block, the model computes with the average, if there is one, instead of the weights.
 
-        The weights stay where they are in memory: a save that is under way reads them.
+        The weights stay at their place in memory, because a running save may read them.
         """
         if self._updates == 0:
             yield
@@ -99,7 +100,7 @@ class Average:
 
 
 def check_has_average(training: Training, weights: str, *, where: str) -> None:
-    """Raises RunDirectoryError where the average of a run is asked for, and it keeps none."""
+    """Raise RunDirectoryError if ``weights`` is ``average`` and the run keeps no average."""
     if weights == AVERAGE and training.ema is None:
         what, why = "has no average of its weights", "spec.training.ema is not set"
         raise RunDirectoryError(Problem(where, what, why, f"Use --weights {TRAINED}"))

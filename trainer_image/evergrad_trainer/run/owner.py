@@ -1,6 +1,7 @@
-"""Records which ``evergrad run`` of this machine trains in a run directory, and refuses a second one.
+"""Records which ``evergrad run`` of this machine trains in a run directory, and refuses a second process.
 
-Between processes of several machines or containers the newest one wins, by its claim on the checkpoints.
+Of processes on several machines or in several containers, the newest takes precedence, because it claims the
+checkpoints.
 """
 
 import contextlib
@@ -26,17 +27,17 @@ from evergrad_trainer.run.directory import RunDirectory, parse_object
 
 TAKE_OVER = "--take-over"
 _TAIL_BYTES = 1 << 16
-"""The end of ``metrics.jsonl`` that is read for its last row. A row has less than 4 KiB."""
+"""Number of bytes at the end of ``metrics.jsonl`` that are read for its last row; a row is below 4 KiB."""
 _KILL_SECONDS = 10.0
-"""For a process to end after SIGKILL, with all that it started."""
+"""Maximum time for a process and its children to end after SIGKILL."""
 
 
 @contextlib.contextmanager
 def own_run_directory(directory: RunDirectory) -> Iterator[None]:
-    """Record this process as the one that trains in ``directory`` for as long as the body runs.
+    """Record this process as the owner of ``directory`` inside the block.
 
-    Raises RunDirectoryError if another process of this machine trains there. A directory in which no record
-    can be written is used without one: what is wrong with it is reported by its own checks.
+    Raises RunDirectoryError if another process of this machine trains there. If the record cannot be written,
+    the directory is used without it, because other checks report problems of the directory.
     """
     owner = describe_self()
     if owner is not None:
@@ -48,7 +49,7 @@ def own_run_directory(directory: RunDirectory) -> Iterator[None]:
     try:
         yield
     finally:
-        # A later process may own it by now.
+        # Remove the record only if no later process owns the directory.
         if owner is not None:
             with contextlib.suppress(OSError), locked_record(directory.path) as file:
                 if parse_owner(file) == owner:
@@ -61,17 +62,17 @@ def refuse_second_run(directory: RunDirectory) -> None:
 
 
 def take_over(directory: RunDirectory, *, grace_seconds: float) -> None:
-    """End the process of this machine that trains in ``directory``, if there is one, and wait for its end.
+    """End the process of this machine that trains in ``directory``, if there is one, and wait until it exits.
 
-    SIGTERM asks it to save its state and to leave; SIGKILL ends it after ``grace_seconds``. Raises
-    RunDirectoryError if it may not be signalled, or does not end.
+    The process receives SIGTERM, on which it saves its state, and SIGKILL after ``grace_seconds``. Raises
+    RunDirectoryError if the process cannot be signalled or does not end.
     """
     owner = read_owner(directory.path)
     if owner is None:
         return
     where = str(directory.path)
     try:
-        # The descriptor means this process even if its number is given out again.
+        # The pidfd refers to this process even if its process id is reused.
         process = os.pidfd_open(owner.pid)
     except ProcessLookupError:
         return
@@ -124,7 +125,7 @@ def _refuse_living(directory: RunDirectory, owner: Owner | None) -> None:
 
 
 def _read_last_step(directory: RunDirectory) -> int | None:
-    """The step of the newest row of ``metrics.jsonl``; None where there is none."""
+    """Return the step of the newest row of ``metrics.jsonl``; None if there is no row."""
     try:
         with directory.metrics.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

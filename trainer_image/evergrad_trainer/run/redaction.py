@@ -1,6 +1,6 @@
-"""Removal of secrets and of the home directory from texts that are about to be written down.
+"""Removes secrets and the home directory from texts before they are stored.
 
-Pure but for the home directory's name.
+Pure, except that it reads the name of the home directory.
 """
 
 import re
@@ -36,28 +36,28 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 
 def is_secret(key: str) -> bool:
-    """Tell whether a key names a secret: ``hf_token`` and ``spec.registryPassword`` do, ``tokenizer`` and
-    ``horizon.tokens`` do not."""
-    # Whole words: "tokenizer" begins with a secret's name, and is none.
+    """Return whether a key names a secret. For example, ``hf_token`` and ``spec.registryPassword`` do;
+    ``tokenizer`` and ``horizon.tokens`` do not."""
+    # Compare whole words, because "tokenizer" begins with "token" but is not a secret.
     words = [word.lower() for word in _WORD.findall(key)]
     pairs = set(pairwise(words))
     return bool(_SECRET_WORDS & set(words)) or bool(_SECRET_PAIRS & pairs)
 
 
 def redact_command(words: Sequence[str]) -> list[str]:
-    """Return the words of a command without the values of secret keys and without credentials in URLs; the
-    home directory becomes ~.
+    """Return the words of a command without values of secret keys and credentials in URLs; the home directory
+    becomes ~.
 
     Covers ``--set key=value``, ``--set=key=value``, ``--key=value``, ``--key value``, ``KEY=value`` and
     structured values that name a secret inside.
     """
     redacted: list[str] = []
-    # ``--key value`` are two words: the first decides about the second.
+    # ``--key value`` has two words; the first decides whether the second is secret.
     is_value_secret = False
     for word in words:
         prefix = "--set=" if word.startswith("--set=") else ""
         key, equals, value = word.removeprefix(prefix).partition("=")
-        # A structured value may hold a secret under a key of its own.
+        # A structured value may contain a secret under a nested key.
         names_secret = is_secret(key) or (value.startswith(("{", "[")) and is_secret(value))
         if is_value_secret and not word.startswith("--"):
             redacted.append(REDACTED)
@@ -70,8 +70,8 @@ def redact_command(words: Sequence[str]) -> list[str]:
 
 
 def public_path(path: Path | str) -> str:
-    """Return ``path`` as it may be published: relative ones with ``/``; of absolute ones, and of those that
-    lead upwards, the name alone."""
+    """Return ``path`` in a form that is safe to publish: a relative path with ``/``; only the name of a path
+    that is absolute or contains ``..``."""
     pure = PurePath(path)
     if pure.is_absolute() or ".." in pure.parts or not pure.parts:
         return pure.name if pure.name != ".." else ""
@@ -81,7 +81,7 @@ def public_path(path: Path | str) -> str:
 def hide_home(text: str) -> str:
     """Return ``text`` with the home directory written as ~."""
     home = str(Path.home()).rstrip("/")
-    # A home at the root is every path's beginning, and nobody's name.
+    # If the home directory is the root, it contains no user name and every path begins with it.
     if not home:
         return text
     return re.sub(rf"{re.escape(home)}(?=/|$|[:,;\s'\"])", "~", text)
