@@ -1,4 +1,4 @@
-"""``evergrad checkpoint list | verify | export``: look at a run's checkpoints without changing them."""
+"""``evergrad checkpoint list | verify | export``: reads a run's checkpoints without changing them."""
 
 import argparse
 import json
@@ -27,9 +27,9 @@ EXAMPLES = """\
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """Row of one published checkpoint, as ``list`` shows it.
+    """One published checkpoint in the output of ``list``.
 
-    ``reason`` says why one without facts cannot be read.
+    ``reason``: why the checkpoint cannot be read, if it has no facts.
     """
 
     checkpoint: str
@@ -46,7 +46,7 @@ class CheckpointRow:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define three commands of their own."""
+    """Define the three actions and their arguments."""
     actions = parser.add_subparsers(
         title="actions",
         metavar="ACTION",
@@ -117,9 +117,9 @@ def _add_action(
 def _list(args: argparse.Namespace) -> int:
     catalog = _open_store(args.run_directory).catalog
     found = catalog.scan()
-    # The same choice as the trainer makes, so that the mark here is the checkpoint that is kept there.
+    # Make the same choice as the trainer, so that the marked checkpoint is the one that the trainer keeps.
     best = choose_best(found, catalog.read_pointer(BEST))
-    # The newest one that can be read is what a resume would take.
+    # A resume would use the newest readable checkpoint.
     latest = next((candidate.name for candidate in found if candidate.manifest), None)
     rows = []
     for candidate in found:
@@ -139,7 +139,7 @@ def _list(args: argparse.Namespace) -> int:
         )
         rows.append(row)
 
-    # A checkpoint that was set aside is shown too: its place on the disk is still taken.
+    # Show checkpoints that were set aside too, because they still use disk space.
     set_aside = catalog.set_aside()
     if args.json:
         document = {"checkpoints": [asdict(row) for row in rows], "quarantine": set_aside}
@@ -153,7 +153,7 @@ def _list(args: argparse.Namespace) -> int:
         )
         print(f"{'CHECKPOINT':<20} {columns} MARKS")
     for row in rows:
-        # Without its manifest only the name is known, and why it cannot be read.
+        # Without its manifest, only the name and the reason are known.
         if row.bytes is None or row.finished is None:
             print(f"{row.checkpoint:<20} {row.step:>9} unreadable: {row.reason}")
             continue
@@ -178,14 +178,14 @@ def _verify(args: argparse.Namespace) -> int:
     found = [one for one in store.catalog.scan() if args.step in (None, one.version.step)]
     reasons = dict.fromkeys((candidate.name for candidate in found), "")
     for name in reasons:
-        # Each by itself: one that cannot be read must not hide what is wrong with the others.
+        # Check each checkpoint separately, so that an unreadable one does not hide problems of the others.
         try:
             with store.catalog.hold(name):
                 store.reader.validate(name, checksums=True)
         except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
             reasons[name] = str(error)
     if any(reasons.values()):
-        # A run that trains retires checkpoints that were listed: they are gone, and not damaged.
+        # A training run may have removed listed checkpoints. They are not damaged.
         there = {candidate.name for candidate in store.catalog.scan()}
         there.update(store.catalog.set_aside())
         reasons = {name: why for name, why in reasons.items() if not why or name in there}
@@ -198,7 +198,7 @@ def _verify(args: argparse.Namespace) -> int:
     else:
         for name, reason in reasons.items():
             print(f"{name}: {reason or 'valid'}")
-    # After the output, so that a program that reads it gets its document in any case.
+    # Raise after the output, so that a program always receives the document.
     if not reasons:
         which = "" if args.step is None else f" of step {args.step}"
         what = f"there is no checkpoint{which}"
@@ -219,7 +219,7 @@ def _export(args: argparse.Namespace) -> int:
         weights=args.weights,
         is_adapter=args.adapter,
     )
-    # Paths as text, so that both outputs show the same values.
+    # Convert paths to text, so that both outputs show the same values.
     facts = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in asdict(result).items()

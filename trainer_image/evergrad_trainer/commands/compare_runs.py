@@ -1,4 +1,4 @@
-"""``evergrad compare-runs``: had two runs the same samples and losses, and do they end in the same state?"""
+"""``evergrad compare-runs``: compares the samples, losses and final states of two runs."""
 
 import argparse
 import math
@@ -29,7 +29,7 @@ _MOST_SHOWN = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the two runs, and how closely they must agree."""
+    """Define the arguments for the two runs and the tolerance."""
     parser.add_argument("a", type=Path, metavar="A", help="run directory")
     parser.add_argument("b", type=Path, metavar="B", help="run directory")
     parser.add_argument(
@@ -61,14 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Compare and print.
 
-    Raises InputError (exit 64) for unusable arguments and files; never for runs that differ.
+    Raises InputError (exit 64) if arguments or files are invalid, but not if the runs differ.
     """
     from evergrad_trainer.report.compare import compare
     from evergrad_trainer.run.directory import dumps_strict
 
     rules = _rules(args.tolerance, args.steps, exact=args.exact)
     comparison = compare(_read(args.a), _read(args.b), rules)
-    # Two empty files agree in everything they have, which must not pass for a proof.
+    # Two runs without steps would agree trivially, so refuse the comparison.
     if not (comparison.num_compared or comparison.only_in_a or comparison.only_in_b):
         where = f"--steps {args.steps}" if args.steps else "both runs"
         raise InputError(
@@ -97,7 +97,7 @@ def execute(args: argparse.Namespace) -> int:
     else:
         lines = [*_as_text((args.a, args.b), rules, comparison)]
         if state is not None:
-            # Either how much is equal, or the first of what differs.
+            # Show either the amount of equal state, or the first difference.
             tensors = _number(state.num_tensors, "tensor")
             after = f"The states after step {state.step:,}"
             if state.is_equal:
@@ -115,10 +115,10 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _rules(tolerance: float, steps: str | None, *, exact: bool) -> "Rules":
-    """Read what must agree. ``steps``: FROM:TO, as it was given. Raises InputError."""
+    """Parse the rules of the comparison. ``steps``: FROM:TO. Raises InputError if an argument is invalid."""
     from evergrad_trainer.report.compare import Rules
 
-    # Nothing is within NaN of anything, and everything is within infinity.
+    # With a tolerance of NaN no values agree, and with infinity all values agree.
     if not (math.isfinite(tolerance) and tolerance >= 0):
         raise InputError(
             Problem(
@@ -130,7 +130,7 @@ def _rules(tolerance: float, steps: str | None, *, exact: bool) -> "Rules":
         )
     if steps is None:
         return Rules(tolerance, exact)
-    # Either end may be left out, but not both: "all steps" is what one gets without the option.
+    # One end may be omitted, but not both, because all steps are the default without the option.
     first, colon, last = steps.partition(":")
     bounds = [int(text) if text.strip().isdecimal() else None for text in (first, last)]
     is_wrong = any(
@@ -160,7 +160,7 @@ def _read(path: Path) -> "History":
 
     directory = RunDirectory(path)
     directory.require_run()
-    # Comparing with a run that has made no step is a mistake of the command, and not a difference.
+    # A run without steps is an error of the command, not a difference.
     if not directory.metrics.exists():
         raise InputError(
             Problem(
@@ -212,7 +212,7 @@ def _as_text(
     yield f"A  {runs[0]}"
     yield f"B  {runs[1]}"
 
-    # The extent of the comparison, and what either run did on its way: it explains what follows.
+    # Print the compared steps and the changes and repeats of both runs, which explain differences.
     span = (
         f", {comparison.first_step:,} to {comparison.last_step:,}"
         if comparison.first_step is not None
@@ -233,7 +233,7 @@ def _as_text(
             where = f"   {name} went on after step {one.step:,} with another file"
             yield f"{where}: {one.field}: {one.old} → {one.new}"
 
-    # Differences that count come before those that are only shown.
+    # Print differences that count before differences that are only shown.
     for name, missing in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
         if missing:
             yield f"differs  steps only in {name}: {_ranges(missing)}"

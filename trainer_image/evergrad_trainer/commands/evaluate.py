@@ -1,4 +1,4 @@
-"""``evergrad evaluate``: measure checkpoints of a run on its evaluation sets, beside the run or after it."""
+"""``evergrad evaluate``: measures checkpoints of a run on its evaluation sets, during or after the run."""
 
 import argparse
 import contextlib
@@ -31,12 +31,12 @@ EXAMPLES = """\
   evergrad evaluate runs/docs-lm --checkpoint 1200 --compare    # compare with the run's own result
   evergrad evaluate runs/docs-lm --watch      # every new checkpoint, until the run is complete"""
 POLL_SECONDS: Final = 1.0
-"""How often --watch looks for a new checkpoint."""
+"""Interval at which --watch looks for a new checkpoint."""
 DIFFERENT: Final = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the run, the checkpoint and the sets."""
+    """Define the arguments for the run, the checkpoint and the sets."""
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
@@ -114,7 +114,7 @@ def execute(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         candidate = None
         if not args.watch:
-            # Held from here on: to open the run may take longer than it lives on to its next save.
+            # Hold the checkpoint from here on, because the next save may remove it while the run opens.
             candidate = choose_checkpoint(store, args.checkpoint)
             stack.enter_context(held(recorded.directory, candidate))
         evaluator = _open(args, recorded, store, signals)
@@ -170,9 +170,9 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 
 def _execute_in_pod(args: argparse.Namespace) -> int:
-    """Evaluate one checkpoint, and leave its results where the operator reads them.
+    """Evaluate one checkpoint, and write its results for the operator.
 
-    A checkpoint that is damaged or gone is passed over, so that the next one has its turn.
+    A checkpoint that is damaged or removed is skipped, so that the next checkpoint can be evaluated.
     """
     from evergrad_trainer.evaluation.choice import choose_checkpoint, list_checkpoints
     from evergrad_trainer.evaluation.measurement import CutError, held, mark_evaluated
@@ -191,7 +191,7 @@ def _execute_in_pod(args: argparse.Namespace) -> int:
     store, signals = open_store(args.run / RunFile.CHECKPOINTS), StopSignals()
     rows: list[dict[str, Any]] = []
     passed_over = ""
-    # One that comes later under this step waits for an evaluation of its own.
+    # A later checkpoint of the same step needs a separate evaluation.
     of_step = [one for one in list_checkpoints(store) if one.version.step == step]
     with contextlib.ExitStack() as stack:
         signals.install()
@@ -227,7 +227,7 @@ def _open(
     store: CheckpointStore,
     signals: "StopSignals",
 ) -> "CheckpointEvaluator":
-    """Open the run on the sets that are asked for, and tidy up after earlier evaluations."""
+    """Open the run with the chosen sets, and remove stale partial results of earlier evaluations."""
     from evergrad_trainer.commands.prepare import prepare_with_progress
     from evergrad_trainer.evaluation.choice import list_checkpoints
     from evergrad_trainer.evaluation.measurement import CheckpointEvaluator
@@ -251,7 +251,7 @@ def _open(
     remove_stale_cuts(args.run, lambda: [one.name for one in list_checkpoints(store)])
 
     def show_progress(name: str, done: int, total: int) -> None:
-        # On a terminal alone: a log would get a line for each batch.
+        # Show progress only on a terminal, because a log would get a line for each batch.
         if sys.stderr.isatty():
             end = "\n" if done == total else ""
             print(f"\r{name}: {done}/{total} batches", end=end, file=sys.stderr, flush=True)
@@ -263,7 +263,7 @@ def _open(
         on_progress=show_progress,
         marks=recorded.run.spec.evaluation is not None
         and not (args.sets or args.weights or args.micro_batch_size or args.compare),
-        # A stored result says nothing about the bytes that are on the volume now.
+        # A stored result does not show whether the files on the volume are still the same.
         measures_again=args.compare,
     )
 
@@ -283,7 +283,7 @@ def _watch(
         if args.json:
             print(dumps_strict(_row(measured)), flush=True)
         else:
-            # On one line each, for a log.
+            # Print each result on one line, for a log.
             cells = zip(_TITLES, _cells(measured.values), strict=True)
             shown = [f"{title.lower()}={cell}" for title, cell in cells]
             metrics = measured.values.get("metrics", {})
@@ -296,7 +296,7 @@ def _watch(
 
 
 def _row(measured: "Measured") -> dict[str, Any]:
-    """A result as programs read it."""
+    """Return a result as JSON values for programs."""
     return {**measured.values, "file": measured.file, "is_new": measured.is_new}
 
 
@@ -319,7 +319,7 @@ def _cells(values: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _print_table(measured: Sequence["Measured"]) -> None:
-    """Results one below the other, and where they are."""
+    """Print the results as a table, and the paths of their files."""
     rows = [_TITLES, *(_cells(one.values) for one in measured)]
     widths = [max(len(row[index]) for row in rows) for index in range(len(_TITLES))]
     for row in rows:

@@ -49,15 +49,15 @@ def run_nodes(
 ) -> int:
     """Train a typed run on nodes of this machine; returns the exit code.
 
-    ``num_nodes``: None: one that nobody joins. ``chaos_seed``: processes are killed and frozen at random,
-    drawn by it; None: they are not.
+    ``num_nodes``: number of nodes; None: one node that other nodes cannot join. ``chaos_seed``: seed for
+    killing and freezing processes at random; None: no processes are killed or frozen.
     """
     is_only_node = num_nodes is None
     num_nodes = num_nodes or 1
     prepare_process()
     method = choose_start_method("auto", num_accelerators=num_accelerators)
     directory = Path(plan.run_directory)
-    # Made before any node: their settings name its port, which it chooses when it starts.
+    # Start the coordinator before any node, because it chooses its port at its start and nodes need the port.
     coordinator = LocalCoordinator(
         coordinator_settings(
             plan.run, directory, num_nodes=num_nodes, recovery=plan.run.recovery
@@ -100,7 +100,7 @@ def run_script(
 ) -> int:
     """Run a script on ``num_nodes`` nodes of this machine; returns the exit code.
 
-    ``asked_workers``: processes of a node; None: as the manifest says.
+    ``asked_workers``: number of processes per node; None: the number in the manifest.
     """
     run, base = loaded.run, loaded.base_directory
     run_state = inspect_directory(directory, run, extend=False)
@@ -127,7 +127,7 @@ def run_script(
                 run.script, base, with_grace_of(run.script, own), num_workers=num_workers
             )
 
-        # A script may need longer to save than a node of ours does to leave.
+        # A script may need longer to save than a typed run's node needs to leave.
         grace_seconds = max(
             LocalNodes.grace_seconds, float(run.script.grace_period_seconds)
         )
@@ -145,12 +145,12 @@ def coordinator_settings(
     """Settings of a local coordinator for ``num_nodes`` nodes, to which more may be added by hand up to the
     manifest's maximum."""
     bounds = run.spec.nodes
-    # --nodes may ask for more than the file's maximum; by hand as many may come as either allows.
+    # --nodes may exceed the file's maximum. Nodes can be added up to the larger of both.
     most = max(num_nodes, bounds.max or bounds.min)
     state = directory / RunFile.COORDINATOR
     state.mkdir(parents=True, exist_ok=True)
     checkpoints = RunDirectory(directory).checkpoints
-    # The coordinator waits for a script that saves as long as its nodes do.
+    # The coordinator waits as long as the nodes for a script that saves.
     grace = 0 if run.spec.script is None else run.spec.script.grace_period_seconds
     return CoordinatorSettings(
         run=run.metadata.name,

@@ -20,7 +20,7 @@ PHASES = (
     "eval",
     "other",
 )
-"""Uses of the time from the first step on, in the words of the Prometheus metrics."""
+"""Phases of the time after the first step, as named in the Prometheus metrics."""
 NON_FINITE = ("loss", "grad")
 _BEGINS: dict[str, Iterable[tuple[str, ...]]] = {
     "steps_total": [()],
@@ -39,13 +39,14 @@ _BEGINS: dict[str, Iterable[tuple[str, ...]]] = {
         ("load", "invalid"),
     ],
 }
-"""Labels with which a counter begins: one that first appears above 0 hides that increase from ``rate``."""
+"""Label values with which a counter starts at 0. If a counter first appears above 0, ``rate`` misses the
+increase."""
 
 
 def build_series(
     series: Iterable[Series], *labels: str, registry: CollectorRegistry
 ) -> dict[str, Gauge | Counter | Histogram]:
-    """Build the collectors of these entries of the catalogue, by name. ``labels`` stand before their own."""
+    """Build the collectors of these entries of the catalogue, by name. ``labels`` precede the own labels."""
     made: dict[str, Gauge | Counter | Histogram] = {}
     for one in series:
         own = tuple(label for label in one.labels if label not in labels)
@@ -67,10 +68,10 @@ def build_series(
 
 
 class Instruments:
-    """All metrics of one run in one registry. Counters begin at 0 at once; a gauge appears with its first
-    value.
+    """All metrics of one run in one registry. Counters start at 0 when they are created; a gauge appears with
+    its first value.
 
-    Names are those of the catalogue; labels follow the value, in the catalogue's order, without ``run``.
+    Names are from the catalogue. In calls, labels follow the value in the catalogue's order, without ``run``.
     """
 
     def __init__(self, registry: CollectorRegistry, run: str) -> None:
@@ -86,14 +87,14 @@ class Instruments:
                 self._counters[name] = one
             else:
                 self._histograms[name] = one
-        # A counter that first appears above 0 hides that increase from rate().
+        # Start counters at 0, because rate() misses the increase of a counter that first appears above 0.
         for name, rows in _BEGINS.items():
             for row in rows:
                 self._counters[name].labels(run, *row)
 
     def describe(self, name: str, more: str) -> None:
-        """Let a gauge's help text end with ``more``; its values are cleared."""
-        # The client library has no way to change a help text: the series is made anew.
+        """Append ``more`` to a gauge's help text; its values are cleared."""
+        # The client library cannot change a help text, so create the gauge again.
         self._registry.unregister(self._gauges[name])
         (series,) = [one for one in TRAINER if one.name == name]
         longer = replace(series, help=f"{series.help}{more}")
@@ -114,10 +115,10 @@ class Instruments:
         self._histograms[name].labels(self._run, *labels).observe(value)
 
     def clear(self, *names: str) -> None:
-        """Take these gauges' values away until new ones come."""
+        """Remove the values of these gauges until they are set again."""
         for name in names:
             self._gauges[name].clear()
 
     def forget_gauges(self) -> None:
-        """Take all gauges' values away: those of what goes on elsewhere would be wrong. Counters stay."""
+        """Remove the values of all gauges, for example when rank 0 moves to another node. Counters stay."""
         self.clear(*self._gauges)

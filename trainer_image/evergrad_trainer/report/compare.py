@@ -1,4 +1,4 @@
-"""Compares two runs step by step: same samples, same losses, same everything that belongs to the recipe.
+"""Compares two runs step by step: samples, losses and all other values that the recipe determines.
 
 Pure.
 """
@@ -17,21 +17,22 @@ from evergrad_trainer.observers.history import History, Integers, Reals, StepTab
 
 Mask = npt.NDArray[np.bool_]
 _Key: TypeAlias = tuple[int, str]
-"""Step and name of an evaluation."""
+"""Step and set name of an evaluation."""
 
 _COLUMNS = tuple(
     sorted(
         (column for column in COLUMNS if column.compared is not None),
-        # Other samples explain other losses, so they come first; what counts nothing comes last.
+        # Differences of samples explain differences of losses, so they come first. Columns that are only
+        # shown come last.
         key=lambda column: (column.compared == "told", column.name != "sample_hash"),
     )
 )
-"""In the order in which differences are shown."""
+"""The compared columns, in the order in which differences are shown."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How closely two runs must agree.
+    """The rules by which two runs are compared.
 
     ``tolerance``: largest relative difference of losses and learning rates. ``exact``: these and gradient
     norms must be equal bit by bit. ``first`` and ``last``: compare only these steps, both included.
@@ -53,7 +54,7 @@ class Rules:
 class StepDifference:
     """One column that differs. ``a`` and ``b``: the values at the first step that differs.
 
-    ``counts``: whether it makes the runs differ; otherwise it is only shown.
+    ``counts``: whether the runs count as different because of it; otherwise the difference is only shown.
     """
 
     field: str
@@ -69,12 +70,12 @@ class StepDifference:
 
 @dataclass(frozen=True)
 class Repeats:
-    """Steps a run has trained more than once. ``ranges``: first and last step, both included."""
+    """Steps that a run has trained more than once. ``ranges``: first and last step, both included."""
 
     num_steps: int
     ranges: tuple[tuple[int, int], ...]
     num_with_other_samples: int
-    """How many of them were not trained on the same samples each time."""
+    """Number of repeated steps that were not trained on the same samples each time."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,7 @@ class Comparison:
     repeats_a: Repeats
     repeats_b: Repeats
     changes_a: tuple[FieldChange, ...] = ()
-    """Each field of the file that changed while the run lived; it is shown, and makes no difference by
-    itself."""
+    """Fields of the manifest that changed during the run. They are shown, but are not a difference."""
     changes_b: tuple[FieldChange, ...] = ()
 
     @property
@@ -112,11 +112,11 @@ class Comparison:
 
 
 def compare(a: History, b: History, rules: Rules) -> Comparison:
-    """Align by step, the last row of each counting, and compare."""
+    """Compare two runs, aligned by step; the last row of each step is valid."""
     counting = [run.steps.take(run.steps.last_rows()) for run in (a, b)]
     left, right = (steps.take(rules.includes(steps.step)) for steps in counting)
 
-    # Steps that both runs have are compared; those of one run alone are a difference by themselves.
+    # Compare steps that both runs have. A step of only one run is a difference.
     common, of_left, of_right = np.intersect1d(
         left.step, right.step, assume_unique=True, return_indices=True
     )
@@ -131,14 +131,14 @@ def compare(a: History, b: History, rules: Rules) -> Comparison:
         mask = _disagree(pair, rules) if is_real else pair[0] != pair[1]
         counts = column.compared in ("exactly", "closely") or (rules.exact and is_real)
         differing.append(_differing(column.name, a_steps.step, pair, mask, counts=counts))
-    # Metrics of a recipe: their names are in the rows alone.
+    # Metrics of a recipe: only the rows contain their names.
     for name in dict.fromkeys([*a_steps.metrics, *b_steps.metrics]):
-        # Not a number where only one of the runs measures it.
+        # If only one run has the metric, the values of the other run are NaN.
         nothing = np.full(len(common), np.nan)
         pair = tuple(side.metrics.get(name, nothing) for side in (a_steps, b_steps))
         differing.append(_differing(name, a_steps.step, pair, _disagree(pair, rules)))
 
-    # The last evaluation of each step and set counts, as with steps.
+    # The last evaluation of each step and set is valid, as for steps.
     evaluations_a, evaluations_b = (
         {
             (one.step, one.name): one
@@ -177,7 +177,7 @@ def _keys_beside(own: Iterable[_Key], other: Container[_Key]) -> tuple[_Key, ...
 def _disagree(pair: Sequence[Reals], rules: Rules) -> Mask:
     """Mark where two columns differ: bit by bit, or by more than the tolerance relative to the larger.
 
-    Not a number equals itself.
+    NaN equals NaN.
     """
     a, b = pair
     both_nan = np.isnan(a) & np.isnan(b)
@@ -187,7 +187,7 @@ def _disagree(pair: Sequence[Reals], rules: Rules) -> Mask:
         agrees = (a == b) | (
             np.abs(a - b) <= rules.tolerance * np.maximum(np.abs(a), np.abs(b))
         )
-    # An infinite value is within any tolerance of nothing but itself.
+    # An infinite value agrees only with the same infinite value.
     agrees &= (a == b) | (np.isfinite(a) & np.isfinite(b))
     return np.asarray(~agrees & ~both_nan)
 
@@ -201,7 +201,7 @@ def _differing(
     counts: bool = True,
     where: str = "",
 ) -> StepDifference | None:
-    """Describe one column of both runs, by what ``mask`` says of its rows; None where no row differs."""
+    """Describe the difference of one column. ``mask`` marks the rows that differ; None if no row differs."""
     rows = np.nonzero(mask)[0]
     if not len(rows):
         return None
@@ -213,7 +213,7 @@ def _differing(
         with np.errstate(invalid="ignore", divide="ignore"):
             size = np.maximum(np.abs(left[rows]), np.abs(right[rows]))
             relative = np.abs(left[rows] - right[rows]) / size
-        # An infinite or undefined ratio says nothing of how far apart the others are.
+        # Ignore infinite and undefined ratios, which would hide the size of the other differences.
         finite = relative[np.isfinite(relative)]
         largest = float(finite.max()) if len(finite) else float("nan")
     return StepDifference(
@@ -232,7 +232,7 @@ def _evaluation_differences(
     pairs: Sequence[tuple[EvaluationRecord, EvaluationRecord]], rules: Rules
 ) -> list[StepDifference]:
     found = []
-    # Set by set, since a difference is shown with the name of its set.
+    # Compare each set separately, because a difference is shown with the name of its set.
     for where in dict.fromkeys(a.name for a, _ in pairs):
         sides = list(zip(*[pair for pair in pairs if pair[0].name == where], strict=True))
         steps = np.array([one.step for one in sides[0]], np.int64)
@@ -279,7 +279,7 @@ def _evaluation_differences(
 def _repeats(steps: StepTable, rules: Rules) -> Repeats:
     inside = steps.take(rules.includes(steps.step)) if len(steps) else steps
     numbers, counts = np.unique(inside.step, return_counts=True)
-    # A step that was trained again must have seen the same samples: the hash shows it.
+    # A step that is trained again must use the same samples, which the hash of the samples shows.
     repeated = numbers[counts > 1]
     rows = np.isin(inside.step, repeated)
     hashes: dict[int, set[int]] = {}
@@ -294,7 +294,7 @@ def _repeats(steps: StepTable, rules: Rules) -> Repeats:
 
 
 def ranges(steps: npt.NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
-    """``[1, 2, 3, 7]`` → ``((1, 3), (7, 7))``."""
+    """Return the ranges of consecutive steps; for example, ``[1, 2, 3, 7]`` gives ``((1, 3), (7, 7))``."""
     if not len(steps):
         return ()
     parts = np.split(steps, np.nonzero(np.diff(steps) != 1)[0] + 1)

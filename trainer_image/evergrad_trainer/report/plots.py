@@ -1,6 +1,6 @@
-"""The report's plots: pictures drawn by matplotlib as SVG whose colours are the page's CSS variables.
+"""The report's plots: SVG pictures drawn by matplotlib, whose colours are the page's CSS variables.
 
-Where scripts may run, a browser draws charts in their place.
+If scripts can run, the browser replaces them with charts.
 """
 
 from dataclasses import dataclass
@@ -27,32 +27,31 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDE, NARROW = 960, (460, 270)
-"""Pixels. Plots that fill a wide page have a second form of that width."""
+"""Sizes in pixels. Plots that fill a wide page have a second variant with the width WIDE."""
 
 _MOST_METRICS = 12
-"""Metrics of the recipe that get a plot: a page of more would not be read."""
+"""Maximum number of recipe metrics with a plot; a page with more is not readable."""
 
 
 @dataclass(frozen=True)
 class Plot:
-    """Drawn plot. ``svgs``: (CSS class, markup) of one or two forms of the same plot, or none where ``note``
-    says why."""
+    """A drawn plot. ``svgs``: (CSS class, markup) of one or two variants of the plot; empty if there is no
+    plot, for the reason in ``note``."""
 
     title: str
     legend: tuple[Legend, ...] = ()
     svgs: tuple[tuple[str, str], ...] = ()
     note: str = ""
     chart: dict[str, Any] | None = None
-    """The same plot as report.js reads it, as JSON values."""
+    """The same plot for report.js, as JSON values."""
 
 
 def build_plots(facts: ReportFacts) -> tuple[Plot, ...]:
-    """Draw all plots in the order of the page; none for a run without steps. They share one range of
-    steps."""
+    """Draw all plots in the order of the page; empty if the run has no steps."""
     steps = facts.steps
     if not len(steps):
         return ()
-    # All plots against the step share one range, so that the eye can go down the page.
+    # All plots against the step have the same range, so that they can be compared vertically.
     last = float(steps.step[-1])
     every = last_evaluations(facts.history.evaluations)
     evaluations = [one for one in every if one.step <= last]
@@ -60,7 +59,7 @@ def build_plots(facts: ReportFacts) -> tuple[Plot, ...]:
     margin = max(0.012 * (last - first), 0.5)
     span = (first - margin, last + margin)
 
-    # The result of the learning comes first, then its speed and its cost.
+    # Show losses first, then speed and cost.
     drafts = [loss_plot(facts)]
     if evaluations:
         drafts.append(evaluation_plot(evaluations, unit=facts.loss_unit))
@@ -75,18 +74,18 @@ def build_plots(facts: ReportFacts) -> tuple[Plot, ...]:
         drafts.append(world_plot(facts))
     plots = [_draw(draft, span, key=f"plot{number}") for number, draft in enumerate(drafts)]
 
-    # The place of a missing plot says why it is missing: a reader looks for it there.
+    # If a plot is missing, show the reason in its place.
     if not evaluations:
         plots.insert(1, Plot("Evaluation loss", note="Nothing has been evaluated."))
     return tuple(plots)
 
 
 def _draw(draft: Draft, span: tuple[float, float], *, key: str) -> Plot:
-    # The key makes ids that do not change from one report to the next, and is no name from the run: ids are
+    # The key gives ids that are the same in every report. It must not be a name from the run, because ids are
     # not escaped.
     forms = [("", NARROW)]
     if draft.wide is not None:
-        # The page's style shows one of the two, by the width of the window.
+        # The page's style shows one of the two variants, depending on the width of the window.
         forms = [("narrow", NARROW), ("wide", (WIDE, draft.wide))]
 
     def paint(axes: "Axes") -> None:
@@ -115,10 +114,10 @@ def _draw(draft: Draft, span: tuple[float, float], *, key: str) -> Plot:
 
 
 def _chart_values(draft: Draft, span: tuple[float, float]) -> dict[str, Any] | None:
-    """List what a chart shows, with the digits of the live page."""
+    """Return the values of a chart as JSON values, rounded as on the live page."""
     if draft.chart is None:
         return None
-    # A mark of the legend has no curve: it comes last.
+    # Entries of the legend for marks have no curve and come last.
     curves = [
         {
             "name": entry.label,
@@ -139,7 +138,7 @@ def _chart_values(draft: Draft, span: tuple[float, float]) -> dict[str, Any] | N
         "scale": draft.scale,
         "span": span if is_of_steps else None,
         "marks": draft.chart.marks,
-        # More digits than values have: a step of a long run must not be rounded to its neighbour.
+        # Steps get more digits than values, so that a step of a long run is not rounded to its neighbour.
         "x": plain_numbers(draft.chart.x, digits=12 if is_of_steps else 6),
         "curves": curves,
     }

@@ -13,7 +13,7 @@ import numpy.typing as npt
 Reals = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Parts = tuple[Reals, ...]
-"""A curve of a chart: a value of each row, or also the least and the greatest one."""
+"""A curve of a chart: one value for each row, optionally with the minimum and the maximum of each row."""
 
 MOST_ROWS = 1000
 """Rows of a chart: about one for each pixel of its width on a wide page."""
@@ -21,7 +21,7 @@ MOST_ROWS = 1000
 
 @dataclass(frozen=True)
 class Curve:
-    """Points to connect; a y that is not a number breaks the line."""
+    """Points to connect; a y of NaN breaks the line."""
 
     x: Reals
     y: Reals
@@ -36,11 +36,11 @@ def envelope(x: Integers, y: Reals, *, points: int = 700) -> Curve:
     if len(x) <= points:
         return Curve(x.astype(np.float64), y)
     picked: list[int] = []
-    # The extremes of each span, in their order: means would hide the spikes that are looked for.
+    # Keep the extremes of each span in their order, because means would hide spikes.
     for begin, end in _spans(len(x), points // 2):
         part = y[begin:end]
         if np.isnan(part).all():
-            # One point that is no number keeps the gap.
+            # One NaN keeps the gap.
             picked.append(begin)
             continue
         lowest = begin + int(np.nanargmin(part))
@@ -50,8 +50,7 @@ def envelope(x: Integers, y: Reals, *, points: int = 700) -> Curve:
 
 
 def means(x: Integers, y: Reals, *, points: int = 300) -> Curve:
-    """Keep every point, or the mean of each of ``points`` spans at its middle; values that are no numbers are
-    left out."""
+    """Keep every point, or the mean of each of ``points`` spans at its middle; NaN values are ignored."""
     if len(x) <= points:
         return Curve(x.astype(np.float64), y)
     middles: list[float] = []
@@ -60,7 +59,7 @@ def means(x: Integers, y: Reals, *, points: int = 300) -> Curve:
         part = y[begin:end]
         finite = part[np.isfinite(part)]
         middles.append(float(x[begin:end].mean()))
-        # A span without any number leaves a gap, as each of its steps would.
+        # A span without a finite value leaves a gap.
         values.append(float(finite.mean()) if len(finite) else np.nan)
     return Curve(np.array(middles), np.array(values))
 
@@ -75,12 +74,13 @@ def _edges(length: int, number: int) -> Integers:
 
 
 def smooth(y: Reals, window: int) -> Reals:
-    """Take the mean of the ``window`` values around each, fewer at the ends, of those that are finite.
+    """Return the centred moving mean over ``window`` values, ignoring values that are not finite; windows are
+    shorter at the ends.
 
-    Centred, so it does not lag.
+    A centred mean does not lag behind the values.
     """
     is_finite = np.isfinite(y)
-    # In long doubles, so that one huge value does not blur all sums after it.
+    # Sum in long doubles, so that one huge value does not reduce the precision of all later sums.
     summed = np.cumsum(np.where(is_finite, y, 0.0), dtype=np.longdouble)
     sums = np.concatenate([[0.0], summed])
     counts = np.concatenate([[0], np.cumsum(is_finite)])
@@ -93,17 +93,16 @@ def smooth(y: Reals, window: int) -> Reals:
     number = counts[ends] - counts[begins]
     total = sums[ends] - sums[begins]
 
-    # Windows without any number divide by zero; they become gaps.
+    # Windows without a finite value divide by zero and become gaps.
     with np.errstate(invalid="ignore", divide="ignore"):
         result = np.where(number > 0, total / number, np.nan)
     return result.astype(np.float64)
 
 
 def broken(x: Integers, y: Reals) -> Curve:
-    """Break the curve wherever the steps do not rise by one: another attempt at the same steps begins
-    there."""
+    """Break the curve if a step does not follow the previous step, because another attempt begins there."""
     cuts = np.nonzero(np.diff(x) != 1)[0] + 1
-    # A point that is no number, between two others, is where the line is broken.
+    # Insert NaN between two points to break the line.
     places = np.insert(x.astype(np.float64), cuts, np.nan)
     values = np.insert(y, cuts, np.nan)
     return Curve(places, values)
@@ -124,11 +123,11 @@ class SeriesRows:
         return self.steps[_edges(len(self.steps), MOST_ROWS)[1:] - 1].astype(np.float64)
 
     def means(self, y: Reals) -> Parts:
-        """Take the mean of each row, of the values that are finite."""
+        """Return the mean of the finite values of each row."""
         return self.bands(y)[:1]
 
     def bands(self, y: Reals) -> Parts:
-        """Take mean, least and greatest value of each row."""
+        """Return mean, minimum and maximum of each row."""
         return self.scattered(self.steps, y)
 
     def scattered(self, steps: Integers, y: Reals) -> Parts:
@@ -144,8 +143,8 @@ class SeriesRows:
         np.minimum.at(least, row, y)
         np.maximum.at(most, row, y)
 
-        # Rows without any number are gaps.
+        # Rows without a finite value are gaps.
         values = (total / np.maximum(number, 1), least, most)
         mean, least, most = (np.where(number > 0, one, np.nan) for one in values)
-        # Values alone, where no row has two.
+        # Return only the values if no row has more than one.
         return (mean, least, most) if number.max(initial=0) > 1 else (mean,)

@@ -1,5 +1,5 @@
-"""Draws with matplotlib, and makes markup of it that an HTML page can hold: themed by CSS, nothing
-fetched."""
+"""Draws with matplotlib, and converts the result to SVG markup for an HTML page: themed by CSS, without
+external resources."""
 
 import io
 import re
@@ -29,7 +29,7 @@ _NAMES = (
     "p5",
 )
 COLORS = {name: f"#fe{index:02x}ef" for index, name in enumerate(_NAMES)}
-"""Placeholders for matplotlib; in the markup each becomes the CSS variable ``--<name>``."""
+"""Placeholder colours for matplotlib. In the markup, each is replaced with the CSS variable ``--<name>``."""
 
 _PIXELS_PER_INCH = 72
 _FONT_PIXELS = 10.5
@@ -51,7 +51,7 @@ def draw(
     ``key`` makes ids unique within the page and the output repeatable. ``unit`` labels the y axis. ``label``
     tells screen readers what the plot shows.
     """
-    # Not before the first plot is drawn: this takes longer than everything else that a report does.
+    # Import matplotlib only when a plot is drawn, because the import takes most of a report's time.
     import matplotlib.backends.backend_svg
     import matplotlib.figure
     import matplotlib.ticker
@@ -62,10 +62,10 @@ def draw(
             figsize=(size[0] / _PIXELS_PER_INCH, size[1] / _PIXELS_PER_INCH),
             layout="constrained",
         )
-        # The style is set for this figure alone: other code may draw with another one.
+        # Set the style only for this figure, because other code may use another style.
         axes = figure.subplots()
         paint(axes)
-        # Ticks, labels and their formats, alike on all plots.
+        # Use the same ticks, labels and formats on all plots.
         ticker, steps = matplotlib.ticker, [1, 2, 2.5, 5, 10]
         nbins = max(4, size[0] // 110)
         axes.xaxis.set_major_locator(
@@ -77,7 +77,7 @@ def draw(
         if axes.get_yscale() == "linear":
             axes.yaxis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=steps))
 
-        # Large values short, small ones with the digits that tell them apart, and no "0.000" at the bottom.
+        # Abbreviate large values, show small values with enough digits, and show 0 instead of "0.000".
         def shorten(value: float, _: object) -> str:
             if abs(value) >= 1000:
                 return short_count(value)
@@ -142,9 +142,9 @@ _REFERENCE = re.compile(r'(url\(#|href="#)([^")]+)')
 
 
 def clean(svg: str, *, key: str, label: str) -> str:
-    """Strip what only a file of its own needs, make ids unique, and let the page's style rule colours and
-    fonts."""
-    # Inside a page there is neither an XML declaration nor a document type.
+    """Remove the parts that only a separate file needs, make ids unique, and let the page's style set colours
+    and fonts."""
+    # A page must not contain an XML declaration or a document type.
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<style[^>]*>.*?</style>", "", svg, flags=re.DOTALL)
@@ -152,30 +152,30 @@ def clean(svg: str, *, key: str, label: str) -> str:
     svg = svg.replace("xlink:href", "href")
     view_box = re.search(r'viewBox="[^"]+"', svg)
     svg = svg[svg.index(">") + 1 :]
-    # Several plots share a page, where ids must be unique; those nobody refers to are only ballast.
+    # A page has several plots, so ids must be unique. Remove ids without references.
     used = {match[2] for match in _REFERENCE.finditer(svg)}
     svg = _ID.sub(lambda match: f' id="{key}-{match[1]}"' if match[1] in used else "", svg)
     svg = _REFERENCE.sub(lambda match: f"{match[1]}{key}-{match[2]}", svg)
-    # Sizes stay, families go: the page chooses the font, in both themes.
+    # Keep font sizes and remove font families, because the page sets the font.
     svg = _FONT.sub(lambda match: f"font-size: {match[1]}px", svg)
     svg = _NO_ROTATION.sub("", _FAMILY.sub("", svg))
-    # A hundredth of a pixel is more than any screen shows, and halves the page.
+    # Round to a hundredth of a pixel, which is below the resolution of screens and halves the page's size.
     svg = _TAG.sub(
         lambda tag: _LONG_NUMBER.sub(
             lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), tag[0]
         ),
         svg,
     )
-    # The page's policy allows no style of a single element; attributes of SVG say the same.
+    # The page's content security policy forbids style attributes, so convert them to SVG attributes.
     svg = _TAG.sub(
         lambda tag: _STYLE_OF.sub(
             lambda style: _DECLARATION.sub(r' \1="\2"', style[1]), tag[0]
         ),
         svg,
     )
-    # Placeholders become CSS variables, so that a dark page has its own colours.
+    # Replace placeholders with CSS variables, so that the dark theme has its own colours.
     svg = _COLOR.sub(lambda match: _COLOR_OF[match[0]], svg)
     svg = re.sub(r"\n\s*", "\n", svg).strip()
-    # Last: nothing of the above is meant for the label's own numbers.
+    # Add the label last, so that the replacements above do not change its numbers.
     opening = f'<svg class="plot" role="img" aria-label="{escape(label)}" {view_box[0] if view_box else ""}>'
     return f"{opening}\n{svg}"

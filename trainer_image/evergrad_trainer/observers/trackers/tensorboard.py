@@ -1,8 +1,8 @@
 """TensorBoard: event files in one folder, written by the tensorboard package.
 
-Each process of a run that is rank 0 writes a file of its own. It begins with the step from which it is the
-one that counts: TensorBoard then drops what older files say of that step and later ones, so that a step that
-is trained again after a kill is shown once, as it was trained last.
+Each process that is rank 0 writes a separate file, which begins with the first step for which it is valid.
+TensorBoard then drops that step and later steps of older files, so that a step that is trained again after a
+kill is shown once, with its last values.
 """
 
 import importlib
@@ -20,22 +20,22 @@ _FILE: Final = re.compile(rf"{re.escape(_PREFIX)}(\d+)\.")
 
 
 class TensorBoard:
-    """One process's event file."""
+    """The event file of one process."""
 
     def __init__(self, run: TrackedRun) -> None:
-        # Imported here: the libraries of trackers are extras, and take a while.
+        # Import here, because the libraries of trackers are optional and slow to import.
         event_pb2 = importlib.import_module("tensorboard.compat.proto.event_pb2")
         record_writer = importlib.import_module("tensorboard.summary.writer.record_writer")
         self._event: Any = event_pb2.Event
 
-        # The newest step that counts is written once more: of it an evaluation may be missing.
+        # Write the newest valid step again, because an evaluation of it may be missing.
         done = max(0, min(run.noted.step, run.start_step) - 1)
         self.own_id = run.run_id
         self.shown = Shown(done, {}, done if run.noted.step else -1)
 
         run.directory.mkdir(parents=True, exist_ok=True)
-        # Its name comes after those of all others, as TensorBoard reads them, whatever the clocks of the
-        # hosts say.
+        # The file's name must sort after all others, in the order in which TensorBoard reads them, even if
+        # the clocks of the hosts differ.
         names = (_FILE.match(path.name) for path in run.directory.iterdir())
         moment = max([int(time.time()), *(int(found[1]) + 1 for found in names if found)])
         host = socket.gethostname().replace("/", "-")
@@ -44,7 +44,8 @@ class TensorBoard:
         self._writer: Any = record_writer.RecordWriter(self._file)
         self._put(file_version="brain.Event:2")
         log = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        # Steps below this one are whole in older files; evaluations before the first step are at step 0.
+        # Older files contain the complete steps below this step. Evaluations before the first step are at
+        # step 0.
         self._put(step=done + 1 if run.noted.step else 0, session_log=log)
         facts = json.dumps(dict(run.facts), indent=2, ensure_ascii=False)
         self.note("run", f"```\n{facts}\n```")
@@ -62,7 +63,7 @@ class TensorBoard:
         event = self._event(wall_time=time.time(), step=self.shown.step)
         value = event.summary.value.add(tag=name)
         value.metadata.plugin_data.plugin_name = "text"
-        # A type of TensorFlow's own: 7 is a text.
+        # 7 is DT_STRING, TensorFlow's type of texts.
         value.tensor.dtype = 7
         value.tensor.string_val.append(text.encode("utf-8", errors="replace"))
         value.tensor.tensor_shape.dim.add(size=1)
