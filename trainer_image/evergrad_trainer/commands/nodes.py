@@ -57,7 +57,7 @@ def run_nodes(
     prepare_process()
     method = choose_start_method("auto", num_accelerators=num_accelerators)
     directory = Path(plan.run_directory)
-    # Start the coordinator before any node, because it chooses its port at its start and nodes need the port.
+    # Create the coordinator before any node, because it chooses its port and the nodes' settings contain it.
     coordinator = LocalCoordinator(
         coordinator_settings(
             plan.run, directory, num_nodes=num_nodes, recovery=plan.run.recovery
