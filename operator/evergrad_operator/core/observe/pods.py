@@ -1,4 +1,4 @@
-"""A raw pod → the facts that policies need, and the cause of its end. Pure."""
+"""Parses a raw pod into the facts that policies need, and determines the cause of its end. Pure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from evergrad_operator.core.objects.times import parse_time
 from evergrad_operator.core.observe.kueue import QueuePlace, parse_place
 
 MAX_MESSAGE: Final = 1024
-"""Longest text taken from a pod, in bytes."""
+"""Maximum length of a text that is read from a pod, in bytes."""
 
 _BY_DISRUPTION: Final[Mapping[str, PodCause]] = {
     "PreemptionByScheduler": PodCause.PREEMPTED,
@@ -73,8 +73,8 @@ _NOT_STARTED: Final = frozenset(
     }
 )
 _NOT_WITNESSED: Final = frozenset({"ContainerStatusUnknown", "Unknown"})
-"""Reasons, of the kubelet and of the container runtime, of an end that was not seen, as after a host's
-reboot."""
+"""Reasons of the kubelet and the container runtime for an end that was not observed, for example after a
+reboot of the host."""
 _NO_SPACE: Final = re.compile(
     r"no space (?:is )?left|disk quota exceeded|\bENOSPC\b|\bEDQUOT\b|\d [KMGTP]?i?B are free and",
     re.IGNORECASE,
@@ -82,23 +82,24 @@ _NO_SPACE: Final = re.compile(
 _OVER_LIMIT: Final = re.compile(
     r"Usage of EmptyDir volume|ephemeral local storage usage exceeds|exceeded its local ephemeral storage"
 )
-"""The kubelet's words for a pod that it evicts since it wrote more on its host's disk than it may."""
+"""Matches the kubelet's message about a pod that it evicts for writing more than its limit to the host's
+disk."""
 _LIMIT_RANGER: Final = "kubernetes.io/limit-ranger"
-"""Annotation in which the API server notes what it has set by the namespace's LimitRange."""
+"""Annotation in which the API server lists the resources that it set from the namespace's LimitRange."""
 _INITIALIZING: Final = "PodInitializing"
-"""Reason for which a container waits that comes after others."""
+"""Waiting reason of a container that starts after other containers."""
 _BY_SIGNAL: Final = (137, 143)
-"""Exit codes of a process that was killed or terminated."""
+"""Exit codes of a process that ended by SIGKILL or SIGTERM."""
 _STOPPED: Final = frozenset({ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED})
 _BY_ITSELF: Final = frozenset({ExitCode.USER_ERROR, ExitCode.INTERNAL})
-"""Exit codes of a node that ended by itself, which names the kind of trouble itself."""
+"""Exit codes of a node that ended on its own and reported the kind of error."""
 
 
 @dataclass(frozen=True)
 class PodEnd:
-    """The end of a pod's container. ``exit_code``: None where the end was not seen.
+    """The end of a pod's container.
 
-    ``at``: seconds since 1970, if known.
+    ``exit_code``: None if the end was not observed. ``at``: seconds since 1970, None if unknown.
     """
 
     cause: PodCause
@@ -109,10 +110,11 @@ class PodEnd:
 
 @dataclass(frozen=True)
 class _LastWords:
-    """A container's own account of its end. ``kind``: as the trainer reported it; None for no report.
+    """A container's last messages before its end.
 
-    ``trouble``: of a volume, one of causes.TROUBLES. ``is_init``: of an init container, which is no program
-    of ours.
+    ``kind``: the kind of error that the trainer reported; None if there is no report. ``trouble``: the
+    problem with a volume, one of causes.TROUBLES. ``is_init``: True for an init container, which is not our
+    program.
     """
 
     exit_code: int | None
@@ -125,18 +127,23 @@ class _LastWords:
 
 @dataclass(frozen=True)
 class PodState:
-    """One pod of a run. Times in seconds since 1970.
+    """One pod of a run. Times are in seconds since 1970.
 
-    ``started_at``: the start of its own container; None where it does not run. ``gone_by``: the end of its
-    grace, for a pod that is being deleted. ``end`` is set once its own container has ended for good, whatever
-    the pod's phase. ``has_sidecar``: a container still runs in a pod that is over: one that somebody
-    has injected, or one of a wrong image. ``waiting_reason`` and ``waiting_message``: why its container does
-    not run, as the kubelet or the scheduler says; ``waiting_image``: the image of the container that waits,
-    which may be an init container. ``image``: what was asked for; ``image_id``: what its
-    container runs, as the kubelet names it. ``place``: its place in a queue of Kueue. ``gang``: the kind
-    of gang that it was made for, empty for none. ``has_token``: whether it was given the run's.
-    ``asked_host``: the one host that it may come to, empty for any. ``leave_seconds``: the grace that its
-    deletion gives it.
+    ``started_at``: start of our container; None if it does not run.
+    ``gone_by``: end of the grace period of a pod that is being deleted.
+    ``end``: set after our container has ended and will not restart, whatever the pod's phase is.
+    ``has_sidecar``: True if another container, for example an injected sidecar, still runs, or if our
+    container runs a wrong image.
+    ``waiting_reason``, ``waiting_message``: why the container does not run, from the kubelet or the
+    scheduler.
+    ``waiting_image``: image of the container that waits, which may be an init container.
+    ``image``: the image in the pod's spec.
+    ``image_id``: the image that the container runs, as reported by the kubelet.
+    ``place``: place in a queue of Kueue.
+    ``gang``: kind of gang for which the pod was created; empty if none.
+    ``has_token``: whether the run's token is mounted.
+    ``asked_host``: the only host on which the pod may run; empty for any host.
+    ``leave_seconds``: grace period of the pod's deletion, in seconds.
     """
 
     name: str
@@ -169,27 +176,27 @@ class PodState:
 
     @property
     def is_live(self) -> bool:
-        """Whether it trains or may still come to train."""
+        """Whether the pod runs or may still start."""
         return self.end is None and not self.is_deleting
 
     @property
     def is_over(self) -> bool:
-        """Whether its end can be recorded: it has ended, or it is being deleted."""
+        """Whether the pod's end can be recorded: it has ended, or it is being deleted."""
         return not self.is_live
 
     @property
     def is_image_missing(self) -> bool:
-        """Whether it waits for an image that its host cannot get."""
+        """Whether the pod waits for an image that its host cannot pull."""
         return self.waiting_reason in _PULL
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it is being deleted and its container may still run."""
+        """Whether the pod is being deleted and its container may still run."""
         return self.is_deleting and self.end is None and not self.place.is_gated
 
 
 def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
-    """Parse a pod; None where its labels are not those of a run's pod."""
+    """Parse a pod; return None if its labels are not valid labels of a run's pod."""
     metadata, status = get_map(raw, "metadata"), get_map(raw, "status")
     labels, annotations = get_map(metadata, "labels"), get_map(metadata, "annotations")
     role = get_text(labels, names.LABEL_ROLE)
@@ -197,15 +204,15 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     index = _number(labels.get(names.LABEL_INDEX)) if role == names.ROLE_NODE else 0
     if role not in names.CONTAINERS or attempt is None or index is None:
         return None
-    # A list of all nodes up to this one is made of it.
+    # Limit the index, because the operator builds lists of all nodes up to the highest index.
     if index >= names.MAX_NODES:
         return None
 
     conditions = get_maps(status, "conditions")
     disruption = _find_disruption(conditions)
 
-    # Our own container is found by its name: a mesh or an agent may have injected others, and the kubelet
-    # sorts them by name.
+    # Find our container by name. A mesh or an agent may have injected other containers, and the kubelet sorts
+    # the containers by name.
     ours = names.CONTAINERS[role]
     statuses = get_maps(status, "containerStatuses")
     container = next((one for one in statuses if one.get("name") == ours), NOTHING)
@@ -216,7 +223,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     end = _find_end(status, container, disruption, is_deleting=deleting is not None)
     if end is not None and end.cause == PodCause.OUT_OF_MEMORY:
         end = replace(end, message=_add_memory_limit(end.message, raw, ours))
-    # An error's text is cut, a report is read whole.
+    # Shorten the text of an error. Keep the whole report of an evaluation, because it is parsed later.
     if end and not (role == names.ROLE_EVALUATION and end.cause == PodCause.DONE):
         end = replace(end, message=keep_end(end.message, MAX_MESSAGE))
     reason, message, blocking = ("", "", "") if end else _why_waiting(status, container)
@@ -259,24 +266,25 @@ def _find_gang(raw: Mapping[str, Any], labels: Mapping[str, Any]) -> str:
 
 
 def _find_disruption(conditions: Sequence[Mapping[str, Any]]) -> PodCause | None:
-    """Find what Kubernetes notes that will end a pod, before it does so."""
+    """Return the cause of a disruption that Kubernetes or Kueue has announced in the pod's conditions."""
     marks = [one for one in conditions if _is_true(one, "DisruptionTarget")]
     if marks:
         return _BY_DISRUPTION.get(str(marks[0].get("reason")), PodCause.EVICTED)
     if any(_is_true(one, "TerminationTarget") for one in conditions):
-        # Kueue's mark: the queue needs the quota for another, or does not admit the pod any more.
+        # Kueue sets this condition if the queue needs the quota for another workload or no longer admits the
+        # pod.
         return PodCause.PREEMPTED
     return None
 
 
 def judge_image(pod: PodState, image_id: str, *, restart: int) -> PodState:
-    """Return the pod; one that runs another image than the others of its ``restart`` counts as over.
+    """Return the pod, marked as ended if it runs another image than the first pod of its ``restart``.
 
-    ``image_id``: the image of the first of them, empty where it is not known. A group of two images would
-    train two programs.
+    ``image_id``: image of the first pod; empty if unknown. A group with two images would run two different
+    programs.
     """
-    # A pod that asked for a digest runs it. Its host may name the image by another: one image can have
-    # several manifests.
+    # A pod whose image has a digest runs that image. The host may report another digest, because one image
+    # can have several manifests.
     is_by_digest = "@" in pod.image
     is_compared = pod.is_running and pod.restart == restart and not is_by_digest
     if not image_id or not is_compared or is_same_image(image_id, pod.image_id):
@@ -298,19 +306,19 @@ def describe_cause(pod: PodState) -> PodCause:
     """Return why a pod that is over ended."""
     if pod.end is not None:
         return pod.end.cause
-    # A pod that is being deleted without a mark of Kubernetes was deleted by a person or a tool.
+    # A pod that is being deleted without a disruption condition was deleted by a person or a tool.
     return pod.disruption or PodCause.DELETED
 
 
 def _find_image(raw: Mapping[str, Any], kind: str, name: str) -> str:
-    """Return the image that was asked for a container of this ``kind``; empty where there is none."""
+    """Return the image in the spec of a container of this ``kind``; empty if there is no such container."""
     asked = get_maps(get_map(raw, "spec"), kind)
     return next((get_text(one, "image") for one in asked if one.get("name") == name), "")
 
 
 def _add_memory_limit(text: str, raw: Mapping[str, Any], name: str) -> str:
-    """Return the last words of a container that was killed at its memory limit, with that limit and where it
-    comes from."""
+    """Return the message of a container that was killed at its memory limit, with the limit and its
+    source."""
     containers = get_maps(get_map(raw, "spec"), "containers")
     ours = next((one for one in containers if one.get("name") == name), NOTHING)
     limit = get_text(get_map(ours, "resources", "limits"), "memory")
@@ -328,18 +336,23 @@ def _add_memory_limit(text: str, raw: Mapping[str, Any], name: str) -> str:
 
 
 def says_no_space(text: str) -> bool:
-    """Whether the last words of a program that reports no trouble of its own are about a full volume."""
+    """Return whether the last message of a program is about a full volume.
+
+    For example, "OSError: [Errno 28] No space left on device" is. Use this for programs that do not report
+    the kind of error.
+    """
     return _NO_SPACE.search(text) is not None
 
 
 def _find_failed(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the status of the init container whose failure ended the pod; empty where there is none."""
+    """Return the status of the init container whose failure ended the pod; empty if there is none."""
     failed = []
     for one in get_maps(status, "initContainerStatuses"):
         end = get_map(one, "state", "terminated")
         if code := end.get("exitCode"):
             failed.append((get_text(end, "finishedAt"), code in _BY_SIGNAL, one))
-    # The first of them: sidecars that a mesh has injected are killed after it, perhaps in the same second.
+    # Choose the first failure. Sidecars that a mesh has injected are killed after it, possibly in the same
+    # second, so a container that ended by a signal comes last.
     return min(failed, key=lambda found: found[:2])[2] if failed else NOTHING
 
 
@@ -350,25 +363,25 @@ def _find_end(
     *,
     is_deleting: bool,
 ) -> PodEnd | None:
-    """Return how the pod's own container ended; None while it may run."""
+    """Return how our container ended; None if it may still run."""
     phase = status.get("phase")
     terminated = get_map(container, "state", "terminated")
     code = terminated.get("exitCode")
-    # A coordinator's container that fails is started again by the kubelet; a node's never is. The phase does
-    # not show the end of ours where a sidecar was injected: the pod is Running for as long as that one runs.
+    # The kubelet restarts a coordinator's container that fails, but never a node's container. The pod's phase
+    # may not show the end of our container: the pod is Running as long as an injected sidecar runs.
     is_for_good = bool(terminated) and (
         container.get("name") != names.CONTAINERS[names.ROLE_COORDINATOR] or code == 0
     )
     if phase not in ("Succeeded", "Failed") and not is_for_good:
         return None
 
-    # Where ours has not begun, an init container may have failed: the pod ends with it, never to start again.
+    # If our container has not started, an init container may have failed, which ends the pod for good.
     failed = NOTHING if terminated or phase == "Succeeded" else _find_failed(status)
     if failed:
         terminated = get_map(failed, "state", "terminated")
         code = terminated.get("exitCode")
 
-    # The process's last words, or the end of the log that the kubelet took in their place.
+    # Read the termination message, or the end of the log that the kubelet uses if there is no message.
     message = str(terminated.get("message") or status.get("message") or "")
     kind, text = decode_termination(message)
     if failed:
@@ -392,7 +405,7 @@ def _find_end(
             disruption,
             is_deleting=is_deleting,
         )
-    # An evicted pod is explained by the kubelet, and not by the log that it had until then.
+    # For an evicted pod, use the kubelet's message instead of the container's log.
     text = words.text
     if cause in (PodCause.EVICTED, PodCause.OUT_OF_EPHEMERAL_STORAGE):
         text = str(status.get("message") or text).strip()
@@ -411,8 +424,11 @@ def _find_cause(
     *,
     is_deleting: bool,
 ) -> PodCause:
-    """Find the cause: the process's own words count most, then the sign of what ended it, then the bare exit
-    code."""
+    """Return the cause of the end.
+
+    The error that the process reported takes precedence, then signs from the kernel, Kubernetes and the
+    kubelet, then the exit code.
+    """
     pod_reason, exit_code = str(status.get("reason") or ""), words.exit_code
     is_environment = words.kind is ErrorKind.ENVIRONMENT and exit_code in _BY_ITSELF
     if exit_code == ExitCode.DONE:
@@ -420,7 +436,8 @@ def _find_cause(
     if exit_code == ExitCode.USER_ERROR and not is_environment:
         return PodCause.USER_ERROR
 
-    # From here on the most certain sign comes first: the kernel's, Kubernetes' mark, the kubelet's reason.
+    # Check the most reliable sign first: the kernel's, then the disruption condition, then the kubelet's
+    # reason.
     if words.reason == "OOMKilled":
         return PodCause.OUT_OF_MEMORY
     if pod_reason == "Evicted" and _OVER_LIMIT.search(str(status.get("message") or "")):
@@ -433,16 +450,16 @@ def _find_cause(
         return _BY_POD_REASON.get(pod_reason, PodCause.EVICTED)
     if is_deleting:
         return PodCause.DELETED
-    # Only our own program has such an exit code when it was asked to stop.
+    # Only our program uses these exit codes for a requested stop; an init container may use them otherwise.
     if exit_code in _STOPPED and not words.is_init:
         return PodCause.STOPPED
     if words.reason in _NOT_STARTED:
         return PodCause.START_ERROR
 
-    # The end of the process was not seen: its host is taken to be lost.
+    # If the end of the process was not observed, assume that the host is lost.
     if exit_code is None or words.reason in _NOT_WITNESSED:
         return PodCause.NODE_LOST
-    # The words are all that a script of the user's own leaves.
+    # A user's script reports no kind of error, so match its last message.
     if words.trouble == "no_space" or says_no_space(words.text):
         return PodCause.VOLUME_FULL
     return PodCause.HOST_FAULT if is_environment else PodCause.WORKER_CRASH
@@ -451,12 +468,12 @@ def _find_cause(
 def _why_waiting(
     status: Mapping[str, Any], container: Mapping[str, Any]
 ) -> tuple[str, str, str]:
-    """Return reason, message and init container: the kubelet's for the container, else the scheduler's for
-    the pod.
+    """Return the reason, the message and the init container for which the pod waits.
 
-    The third is the name of the init container that the others wait for, empty for none.
+    Reason and message come from the kubelet for a container, or else from the scheduler for the pod. The
+    third value is the name of the init container that the other containers wait for; empty if there is none.
     """
-    # Init containers come first: while one of them waits, ours only says that it does.
+    # Check init containers first: while an init container waits, our container only has PodInitializing.
     for one in get_maps(status, "initContainerStatuses"):
         waiting = get_map(one, "state", "waiting")
         reason, name = waiting.get("reason"), get_text(one, "name")
@@ -486,6 +503,9 @@ def _is_true(condition: Mapping[str, Any], kind: str) -> bool:
 
 
 def _number(value: Any) -> int | None:
-    """Read a label's number; None for any other text. Bounded, because anybody may set a label."""
+    """Return the number in a label; None for any other text.
+
+    The length is limited, because any client may set a label.
+    """
     is_number = isinstance(value, str) and value.isdecimal() and len(value) < 10
     return int(value) if is_number else None

@@ -1,8 +1,8 @@
-"""The profile of a run: which one it has, resolved once when it begins, and how its status keeps it. Pure.
+"""Resolves the profile of a run when the run begins, and stores it in the run's status. Pure.
 
-A run has a profile of the installation (``spec.profile``, or ``default``), the one of its namespace over it,
-and its own words over both. The result is noted in the status. An edit of a profile therefore never reaches
-a run that has begun, until a new ``restartNonce`` starts it again.
+A run uses a profile of the installation (``spec.profile``, or ``default``). The profile of the namespace
+overrides it, and the run's own fields override both. The resolved profile is stored in the status. An edit of
+a profile therefore does not affect a run that has begun, until a new ``restartNonce`` restarts the run.
 """
 
 import json
@@ -29,23 +29,25 @@ from evergrad_operator.core.objects.names import Phase
 from evergrad_operator.core.objects.raw import get_map, get_text
 
 LONGEST_NOTE: Final = 4096
-"""Most bytes of a resolved profile in a status, which has 16 KiB altogether. Names that are noted once more,
-as the namespace's own, are not counted: they are a part of these."""
+"""Maximum size in bytes of a resolved profile in a status, which is limited to 16 KiB. The list of the
+namespace's own names is not counted, because it repeats a part of the profile."""
 _OF_NAMESPACE: Final = "ConfigMap "
-"""Beginning of the name of a namespace's profile; no profile of the installation has a blank in its name."""
+"""Prefix of the name of a namespace's profile. No profile of the installation has a space in its name."""
 UNSETTLED: Final = "unsettled"
-"""Note of a run whose profile is wrong, or could not be read: it is looked at again in each pass."""
+"""Note of a run whose profile is not valid or could not be read. The profile is resolved again in each
+pass."""
 
 
 @dataclass(frozen=True)
 class RunProfile:
-    """The profile of one run.
+    """The resolved profile of one run.
 
-    ``defaults``: of all profiles together. ``rdma``: resources of RDMA devices that are allowed. ``granted``:
-    images and priority class of the defaults that the one of the installation names. ``sources``: what it was
-    made of, for people, that of the installation first. ``is_known``: False for a run that began before there
-    were profiles, to which nothing of them applies. ``is_read``: False where the API server did not give that
-    of the namespace.
+    ``defaults``: the merged defaults of all profiles. ``rdma``: resource names of the RDMA devices that the
+    run may request. ``granted``: images and priority class in the defaults that the installation's profile
+    sets.
+    ``sources``: names of the profiles for messages, the installation's first. ``is_known``: False for a run
+    that began before profiles existed; no profile applies to it. ``is_read``: False if the namespace's
+    profile could not be read from the API server.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -58,14 +60,16 @@ class RunProfile:
 
     @property
     def note(self) -> str:
-        """The text by which the status keeps it; empty for a run without profiles."""
+        """The text that stores the profile in the status; empty for a run that began before profiles
+        existed."""
         if self.problems or not self.is_read:
             return UNSETTLED
         if not self.is_known:
             return ""
         own: dict[str, Any] = {}
         if len(self.sources) > 1:
-            # Few names are the namespace's. Alone, a profile of the installation grants all of its own.
+            # Store the namespace's own names, because they are few. A profile of the installation without a
+            # namespace's profile grants all its names.
             names = find_granted(self.defaults).without(self.granted)
             own = {
                 "images": sorted(names.images),
@@ -75,7 +79,7 @@ class RunProfile:
 
     @property
     def text(self) -> str:
-        """The profiles that were used, for people."""
+        """The names of the profiles, separated by commas, for messages."""
         return ", ".join(self.sources)
 
 
@@ -85,8 +89,11 @@ UNREAD_PROFILE: Final = RunProfile(is_known=False, is_read=False)
 
 @dataclass(frozen=True)
 class NamespaceProfile:
-    """The profile that a namespace's ConfigMap holds. ``raw``: its content. ``problems``: why there is
-    none. ``is_checked``: ``problems`` has all that is wrong with it by itself."""
+    """The profile in a namespace's ConfigMap.
+
+    ``raw``: the parsed content. ``problems``: why the content is not a valid profile. ``is_checked``: True if
+    ``problems`` contains every problem that can be found without the installation's rules.
+    """
 
     raw: Any = None
     problems: tuple[Problem, ...] = ()
@@ -94,10 +101,10 @@ class NamespaceProfile:
 
 
 def find_kept(run: Mapping[str, Any], installation: str) -> RunProfile | None:
-    """Return the profile that the run's status has; None where it is to be resolved now.
+    """Return the profile in the run's status; None if the profile has to be resolved now.
 
-    ``installation``: the profiles of the installation, as JSON by name. A profile is resolved before the run
-    begins, and again when a new ``restartNonce`` starts it anew.
+    ``installation``: the profiles of the installation by name, as JSON. A profile is resolved before the run
+    begins, and again when a new ``restartNonce`` restarts the run.
     """
     status, spec = get_map(run, "status"), get_map(run, "spec")
     note = get_text(get_map(status, "memory"), "profile")
@@ -116,7 +123,7 @@ def find_kept(run: Mapping[str, Any], installation: str) -> RunProfile | None:
             sources=tuple(map(str, kept.get("from", ()))),
         )
 
-        # Which of its names are the installation's: all but those that are noted as the namespace's own.
+        # The installation grants all names except the names that are stored as the namespace's own.
         names, own = find_granted(found.defaults), kept.get("own")
         first, *others = found.sources or ("",)
         if own is not None:
@@ -125,12 +132,13 @@ def find_kept(run: Mapping[str, Any], installation: str) -> RunProfile | None:
                 Granted(frozenset(map(str, images)), frozenset(map(str, classes)))
             )
         elif others or first.startswith(_OF_NAMESPACE):
-            # Earlier versions did not note that: the installation's profile as it is now shows it.
+            # Earlier versions did not store the namespace's own names. Use the installation's current
+            # profile.
             profile = get_map(parse_profiles(installation), first)
             names = names.within(find_granted(get_map(profile, "defaults")))
         return replace(found, granted=names)
     except (ValueError, TypeError, AttributeError, RecursionError):
-        # Another writer has changed the status: what it said is unknown.
+        # Another client has changed the status, so the stored profile cannot be read. Resolve it again.
         return None
 
 
@@ -140,18 +148,24 @@ def resolve(
     own: NamespaceProfile | None,
     rules: Installation = NOTHING_ALLOWED,
 ) -> RunProfile:
-    """Resolve the profile of a run. ``installation``: the profiles of the installation, as JSON by name;
-    ``own``: that of the namespace; ``rules``: the installation's, which hold for it, too."""
+    """Resolve the profile of a run.
+
+    ``installation``: the profiles of the installation by name, as JSON. ``own``: the profile of the
+    namespace.
+    ``rules``: the installation's rules, which also apply to the namespace's profile. Problems are returned in
+    the result. Raises ValueError if ``installation`` is not a JSON object.
+    """
     namespace = get_text(get_map(run, "metadata"), "namespace") or "default"
     named = get_text(get_map(run, "spec"), "profile")
     known: dict[str, Any] = {}
     for name, profile in sorted(parse_profiles(installation).items()):
         namespaces = get_map({"profile": profile}, "profile").get("namespaces")
-        # One that cannot be read counts as everybody's: its own check then refuses it to all.
+        # If ``namespaces`` is not a valid list, offer the profile to all namespaces, so that check_profile
+        # reports the problem.
         if not namespaces or not isinstance(namespaces, list) or namespace in namespaces:
             known[name] = profile
 
-    # A run that names no profile has the default, if there is one for its namespace.
+    # A run without spec.profile uses the default profile if there is one for its namespace.
     name = named or DEFAULT_PROFILE
     chosen: Mapping[str, Any] = {}
     problems: list[Problem] = []
@@ -194,7 +208,8 @@ def resolve(
 
 
 def _pack(profile: RunProfile, own: Mapping[str, Any]) -> str:
-    """Return the note of a profile. ``own``: names in it that are not the installation's."""
+    """Return the text that stores a profile in the status. ``own``: names that the installation does not
+    grant."""
     content = {
         "defaults": profile.defaults,
         "rdma": profile.rdma,
@@ -209,23 +224,24 @@ def _pack(profile: RunProfile, own: Mapping[str, Any]) -> str:
 def parse_profiles(text: str) -> Mapping[str, Any]:
     """Return the profiles of the installation by name.
 
-    Raises ValueError for a text that is no JSON object.
+    Raises ValueError if the text is not a JSON object.
     """
     profiles = json.loads(text or "{}")
     if not isinstance(profiles, dict):
         raise ValueError("it is no mapping of names to profiles")
-    # A chart removes an inherited value by null.
+    # In a Helm chart, a null value removes an inherited value.
     return {str(name): value for name, value in profiles.items() if value is not None}
 
 
 def _check_own(own: NamespaceProfile, rules: Installation) -> tuple[Problem, ...]:
-    """Return every problem of a namespace's profile, with paths inside of it."""
+    """Return every problem of a namespace's profile, with paths relative to the profile."""
     found = own.problems
     if not found and not own.is_checked:
         found = check_profile(own.raw, of_namespace=True)
     if found:
         return found
-    # Refused with the run alone, it would be settled, and no correction of it be seen.
+    # Check the installation's rules here. If they were checked only with the run, the profile would count as
+    # resolved and a later correction would have no effect.
     beyond = find_beyond(get_map(own.raw, "defaults"), rules)
     return tuple(
         replace(one, path=f"defaults{one.path.removeprefix('spec')}") for one in beyond
@@ -233,7 +249,7 @@ def _check_own(own: NamespaceProfile, rules: Installation) -> tuple[Problem, ...
 
 
 def _place(where: str, problems: tuple[Problem, ...]) -> list[Problem]:
-    """Return the problems with the name of whose file is wrong."""
+    """Return the problems with the name of the profile added to each path."""
     return [
         replace(one, path=f"{where}: {one.path}" if one.path else where) for one in problems
     ]

@@ -1,4 +1,7 @@
-"""A pod of a run that is no node, and has a node's image and volume: it prepares data, or evaluates."""
+"""Builds the pods of a run that prepare data or evaluate.
+
+Such a pod is not a node, but uses a node's image and volume.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +23,13 @@ from evergrad_operator.core.plan.common import (
 from evergrad_operator.core.plan.template import build_coordinator_metadata
 
 _GRACE_SECONDS: Final = 30
-"""Time from SIGTERM to the end: finished chunks are on the volume already, and a batch that is being measured
-is written down in it."""
+"""Time from SIGTERM to SIGKILL. It is enough to record the batch that is being evaluated; finished chunks are
+on the volume already."""
 
 
 @dataclass(frozen=True)
 class PodBeside:
-    """Parts in which such pods of a run differ."""
+    """The parts in which preparation and evaluation pods differ."""
 
     name: str
     role: str
@@ -40,9 +43,9 @@ class PodBeside:
 def build_pod_beside(
     run: ParsedRun, memory: Memory, config: Config, beside: PodBeside
 ) -> JsonObject:
-    """Build the pod."""
+    """Build a pod that prepares data or evaluates, as a JSON object."""
     spec: JsonObject = {
-        # One that ends is replaced by a new pod, perhaps on another host.
+        # The operator replaces an ended pod with a new pod, possibly on another host.
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": _GRACE_SECONDS,
         "automountServiceAccountToken": False,
@@ -59,8 +62,8 @@ def build_pod_beside(
         "volumes": beside.volumes,
     }
 
-    # It is no node: labels by which the template counts or groups nodes are not for it. A queue admits it
-    # alone. Ours come last: a template must not take a pod out of its run.
+    # The pod is not a node, so it does not get the labels with which the template counts or groups nodes. A
+    # queue admits it on its own. Our labels come last, so that a template cannot detach a pod from its run.
     metadata = build_metadata(run, beside.name)
     labels, annotations = build_coordinator_metadata(run)
     queue = {key: run.labels[key] for key in names.PROPAGATED_LABELS if key in run.labels}

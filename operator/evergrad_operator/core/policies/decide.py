@@ -1,4 +1,4 @@
-"""The order of the policies: the first that returns a decision decides."""
+"""Runs the policies in order. The first policy that returns a decision decides."""
 
 from dataclasses import replace
 
@@ -57,37 +57,38 @@ from evergrad_operator.core.policies.waiting import (
 _CLAIM_RETRY_SECONDS = 10.0
 _PROFILE_RETRY_SECONDS = 30.0
 _LONGEST_PROFILE_RETRY_SECONDS = 300.0
-"""Most seconds between two looks at a profile that is wrong.
+"""Longest pause between two reads of a profile that is not valid.
 
-The pause is a quarter of the time for which the run has been held: a profile that is corrected within two
-minutes is seen after 30 s, and one that stays wrong costs little.
+The pause is a quarter of the time for which the run has been held. For example, the operator reads a profile
+again every 30 s during the first two minutes, and every 300 s after 20 minutes.
 """
 _WARM_UP_SECONDS = 180.0
-"""For a node's pod to start, import its libraries and join."""
+"""Time that a node's pod may need to start, import its libraries and join the group."""
 _GROUP_PHASES = {
     "Running": Phase.RUNNING,
     "Draining": Phase.RUNNING,
     "Starting": Phase.STARTING,
     "Waiting": Phase.WAITING,
 }
-"""Phases of a run that wants to train, by what its coordinator says of the group."""
+"""Phase of a run that wants to train, by the phase that its coordinator reports."""
 
 
 def decide(observation: Observation, config: Config, now: float) -> Decision:
-    """Decide what to do with the run at ``now``, seconds since 1970.
+    """Decide which action to take for the run at ``now``, in seconds since 1970.
 
-    The same arguments give the same decision.
+    The same arguments always give the same decision.
     """
-    # The garbage collector takes the owner from the children of such a run: they have not ended.
+    # If the run is deleted with --cascade=orphan, the garbage collector removes the owner from the run's
+    # children. The children have not ended, so do not count their ends.
     memory = observation.status
     if not observation.run.is_orphaning:
         memory = remember(observation, config, now)
     context = ReconcileContext(observation, memory, config, now)
     decision = evaluate_beside(context, _decide(context))
 
-    # Pods in which only an injected sidecar runs go, too: they would hold their hosts' resources for ever.
-    # The end of a pod is written into the status before the pod is deleted: an operator that starts anew
-    # could not find it out any more.
+    # Also delete pods in which only an injected sidecar still runs. They would hold their hosts' resources
+    # forever. Write the end of a pod to the status before deleting the pod, because an operator that starts
+    # later could not find out how the pod ended.
     if decision.action != Action.HOLD:
         chosen, known = {pod.name for pod in decision.pods_to_delete}, observation.status
         beside = (*observation.preparations, *observation.evaluations)
@@ -105,7 +106,7 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
             is_recorded = known.has_recorded(pod.index, pod.attempt)
             newest = newest_of.get(pod.role)
             if newest is not None:
-                # The status names the newest of these alone; older ones belong to the past.
+                # The status stores only the newest preparation and evaluation pod; older pods are recorded.
                 is_recorded = pod.attempt < newest.attempt or (
                     pod.attempt == newest.attempt and newest.is_recorded
                 )
@@ -113,7 +114,7 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
                 known.finish is not None and pod.role != names.ROLE_EVALUATION
             ):
                 recorded.append(pod)
-        # The pass that follows the status write deletes the others.
+        # The pass after the write of the status deletes the other pods.
         seconds = 1.0 if len(recorded) < len(left) else None
         decision = replace(
             decision,
@@ -121,7 +122,8 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
             requeue_after=earliest(decision.requeue_after, seconds),
         )
 
-    # A run that comes to rest says why its pods cannot leave, as one that trains says why they cannot come.
+    # If a run ends or pauses, add to the message why its pods cannot be deleted. A run that trains reports
+    # its refusals as obstacles.
     if decision.action in (Action.RUN, Action.HOLD) or not observation.failures:
         return decision
     refusal = explain_refusal(observation.failures[0], observation.run.name)
@@ -131,7 +133,7 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
 def _decide(context: ReconcileContext) -> Decision:
     finish = context.memory.finish
     if context.run.is_deleting:
-        # The garbage collector takes everything; what is over stays what it was.
+        # The garbage collector deletes all children. If the run is over, its phase and reason stay.
         if finish is not None:
             return context.hold(finish.phase, finish.reason, finish.message)
         text = "the run is being deleted; its pods save and leave"
@@ -144,7 +146,8 @@ def _decide(context: ReconcileContext) -> Decision:
     if finish is not None:
         return conclude(context)
 
-    # Ends come first, in this order: a run that the volume says is complete must neither train nor fail.
+    # Check for ends first, in this order: a run that is complete by the volume's record must not train or
+    # fail.
     for end in (complete_if_recorded, refuse_if_taken):
         if (over := end(context)) is not None:
             return conclude(over)
@@ -152,7 +155,7 @@ def _decide(context: ReconcileContext) -> Decision:
     if done is not None and done.memory.finish is not None:
         return conclude(done)
     if done is not None:
-        # All steps are done. Pods at work write the report and end; one that does not run yet is not needed.
+        # All steps are done. Running pods write the report and end. Pods that do not run yet are not needed.
         since = done.memory.finishing_since or done.now
         return Decision(
             Action.FINISH,
@@ -167,7 +170,8 @@ def _decide(context: ReconcileContext) -> Decision:
         if (over := end(context)) is not None:
             return conclude(over)
 
-    # The clock of the run's deadline runs while it waits, too. A pause before it is no time without a step.
+    # Start the clock of the run's deadline, which also runs while the run waits. Forget the time of the last
+    # step before a pause, so that the pause does not count as time without a step.
     started = context
     memory = context.memory
     if memory.start_time is None:
@@ -177,7 +181,7 @@ def _decide(context: ReconcileContext) -> Decision:
         memory = replace(memory, start_time=context.now, training=training)
         started = replace(context, memory=memory)
 
-    # Then pauses, what is wrong with the file, pods of before a restart; and only then training.
+    # Then check pauses, problems of the file, and pods from before a restart. Train only if there are none.
     decision = (
         stop_if_asked(context)
         or _hold_if_wrong(started)
@@ -191,9 +195,10 @@ def _decide(context: ReconcileContext) -> Decision:
 
 
 def _hold_if_wrong(context: ReconcileContext) -> Decision | None:
-    """Make no pod for a run that ``evergrad validate`` would refuse.
+    """Return a decision that holds the run if its spec or profile is not valid; None otherwise.
 
-    The webhook may have been down when it was stored, or is not installed.
+    This check repeats ``evergrad validate``, because the webhook may have been down when the run was stored,
+    or may not be installed.
     """
     known = context.observation.status
     problems = context.run.find_obstacles(has_begun=bool(known.recipe_hash))
@@ -207,8 +212,8 @@ def _hold_if_wrong(context: ReconcileContext) -> Decision | None:
         is_blocked = obstacle.needs_person_at is not None
     held = context.hold(Phase.WAITING, reason, message)
     if not known.recipe_hash:
-        # Nothing of a run that has not begun is settled: the corrected file may name another recipe and
-        # another image.
+        # Do not record the recipe or image of a run that has not begun: the corrected file may contain
+        # others.
         memory = replace(
             held.memory,
             recipe_hash="",
@@ -217,7 +222,7 @@ def _hold_if_wrong(context: ReconcileContext) -> Decision | None:
             coordinator=known.coordinator,
         )
         held = replace(held, memory=memory)
-    # No watch shows that somebody corrects a profile.
+    # No watch reports a change of a profile, so check it again after a pause.
     is_of_profile = bool(context.run.profile.problems) or not is_read
     return replace(
         held,
@@ -227,7 +232,7 @@ def _hold_if_wrong(context: ReconcileContext) -> Decision | None:
 
 
 def _seconds_to_profile(context: ReconcileContext) -> float:
-    """Return the seconds until a profile that is wrong, or could not be read, is looked at again."""
+    """Return the seconds until a profile that is not valid or could not be read is read again."""
     conditions = context.observation.status.conditions
     since = next(
         (
@@ -243,7 +248,7 @@ def _seconds_to_profile(context: ReconcileContext) -> float:
 
 def _run(context: ReconcileContext) -> Decision:
     """Decide on the claim, the coordinator and the nodes of a run that wants to train."""
-    # Without its volume no pod can start: none is made, and no record either.
+    # Without its volume no pod can start, so create no pod and write no record.
     obstacle = (
         find_leftover_obstacle(context)
         or find_claim_obstacle(context)
@@ -269,7 +274,7 @@ def _run(context: ReconcileContext) -> Decision:
     record = plan_record(context, scale.epoch)
     has_record = is_recorded(context, record)
 
-    # A refusal is an obstacle only where it concerns something that is wanted now.
+    # A refusal is an obstacle only if it concerns an object that is wanted now.
     wanted = [
         names.node_pod_name(context.run.name, *node) for node in scale.nodes_to_create
     ]
@@ -282,7 +287,8 @@ def _run(context: ReconcileContext) -> Decision:
     obstacle = find_obstacle(context, wanted)
     phase, reason, message, person_at = _describe(context, scale, obstacle)
 
-    # The condition Stalled becomes true at that time, also where nothing else changes until then.
+    # Schedule a pass for the time at which the condition Stalled becomes true, because there may be no other
+    # event until then.
     seconds_to_person = None if person_at is None else person_at - context.now
     is_blocked = seconds_to_person is not None and seconds_to_person <= 0
     return Decision(
@@ -310,29 +316,33 @@ def _run(context: ReconcileContext) -> Decision:
 def _describe(
     context: ReconcileContext, scale: Scale, obstacle: Obstacle | None
 ) -> tuple[Phase, str, str, float | None]:
-    """Return phase, reason, message, and the time from which on a person has to act; None for never."""
+    """Return the phase, the reason, the message, and the time from which a person has to act.
+
+    The time is in seconds since 1970; None if no person is needed.
+    """
     progress, memory = context.progress, context.memory
-    # The phase is what the coordinator says, else what was known.
+    # Use the phase that the coordinator reports.
     if progress is not None:
         phase = _GROUP_PHASES.get(progress.phase, Phase.STARTING)
-        # The coordinator waits for nodes that are only young: every pod is there and has not had its time.
+        # If all pods exist and the newest is younger than the warm-up time, the run is starting, not waiting.
         newest = max((pod.created_at for pod in context.live), default=0.0)
         is_warming_up = scale.missing == 0 and context.now - newest < _WARM_UP_SECONDS
         if phase == Phase.WAITING and obstacle is None and is_warming_up:
             phase = Phase.STARTING
-    # It was not polled yet, as after a start of the operator: the last known phase still holds.
+    # If the coordinator was not polled yet, for example after a start of the operator, keep the last known
+    # phase.
     elif (
         memory.phase in _GROUP_PHASES.values()
         and context.observation.live_coordinator is not None
     ):
         phase = Phase(memory.phase)
-    # Nodes train on without a coordinator, until its successor takes the group over.
+    # Without a coordinator, nodes continue to train until the next coordinator takes over the group.
     else:
         is_training = memory.phase == Phase.RUNNING and context.live
         phase = Phase.RUNNING if is_training else Phase.STARTING
 
     if phase == Phase.RUNNING:
-        # A run that trains needs no person: an obstacle is only added to its message.
+        # A run that trains needs no person, so only add the obstacle to its message.
         behind = obstacle.message if obstacle else ""
         reason = Reason.TRAINING
         text = f"{context.ready} of {context.run.spec.nodes.largest} nodes train"
@@ -344,7 +354,7 @@ def _describe(
         elif scale.faulty and not behind:
             behind = describe_host_faults(context)
         if memory.training.failed_saves and not behind:
-            # The condition CheckpointHealthy has the reason and the remedy.
+            # The condition CheckpointHealthy contains the reason and the remedy.
             failed = memory.training.failed_saves
             times = "the last save" if failed == 1 else f"the last {failed} saves"
             behind = f"{times} failed (CheckpointHealthy)"
@@ -352,8 +362,8 @@ def _describe(
 
     if context.now < memory.come_again_at:
         return Phase.WAITING, Reason.GIVEN_BACK, describe_give_back(context), None
-    # Obstacles are named in this order: what a person or the cluster can mend, hosts, pauses, and only
-    # then what the coordinator waits for.
+    # Report the first of these: an obstacle that a person or the cluster can resolve, host faults, a pause,
+    # and last the coordinator's reason to wait.
     if obstacle is not None:
         is_starting = obstacle.reason == Reason.STARTING
         found = Phase.STARTING if is_starting else Phase.WAITING

@@ -1,15 +1,16 @@
-"""Nodes in a queue of Kueue: which are admitted together, which wait, and which leave again. Pure.
+"""Decides which nodes in a queue of Kueue are admitted together, wait, or leave again. Pure.
 
-Kueue admits a group of pods, of a size that is fixed, as one. Its rules make ours:
+Kueue admits a group of pods as a unit, and the size of a group is fixed. The rules follow from that:
 
 | state of the newest group | a node below the minimum that has no pod |
 |---|---|
-| no pod of it lives, or there is none | is made with all others of these, as a new group |
-| it lives, and the node's last pod counts there | waits: Kueue would delete the new pod as one too many |
-| it lives, and has room | joins it |
-| it lives, and has none | is admitted alone |
+| no pod of it is live, or there is no group | is created with all other such nodes, as a new group |
+| it is live, and still counts the node's last pod | waits: Kueue would delete the new pod as excess |
+| it is live and has room | joins it |
+| it is live and has no room | is admitted alone |
 
-Nodes above the minimum are admitted alone, once all below it have a host, and leave where those wait again.
+A node above the minimum is admitted alone after all nodes below the minimum have a host. It leaves if nodes
+below the minimum wait again.
 """
 
 from collections.abc import Sequence
@@ -23,17 +24,19 @@ from evergrad_operator.core.observe.pods import PodState
 from evergrad_operator.core.policies.context import ReconcileContext
 
 HELD_SECONDS: Final = 10.0
-"""Time for which a pod of the gang waits to be admitted before the elastic nodes, too few to train alone,
-leave, and before a pod that its group left behind does: a node that is replaced waits for a moment only."""
+"""Time for which a pod of the gang waits for admission before the elastic nodes leave, if they are too few to
+train alone. A pod that its group left behind leaves after the same time. A pod that only replaces another one
+is usually admitted before that."""
 _SECOND: Final = 1.0
-"""Precision of the times by which Kueue takes the youngest workload first where it needs quota."""
+"""Precision of the timestamps by which Kueue preempts the youngest workload first if it needs quota."""
 
 
 @dataclass(frozen=True)
 class Queueing:
-    """The pods of a queued run. ``due``: nodes that get a pod now. ``elastic``: nodes that wait for the gang.
+    """The decision for the pods of a queued run.
 
-    ``withdrawn``: pods that are to go and are no loss: they never ran, or run for nothing.
+    ``due``: nodes that get a pod now. ``elastic``: nodes that wait for the gang. ``withdrawn``: pods to
+    delete without counting a loss, because they never ran or cannot train.
     """
 
     due: tuple[int, ...]
@@ -46,8 +49,10 @@ class Queueing:
 def decide_queueing(
     context: ReconcileContext, missing: Sequence[int], due: Sequence[int]
 ) -> Queueing:
-    """Decide which of the ``due`` nodes get a pod now, and in which group. ``missing``: all without a live
-    pod."""
+    """Decide which of the ``due`` nodes get a pod now, and in which group.
+
+    ``missing``: indices of all nodes without a live pod.
+    """
     if context.now < context.memory.come_again_at:
         return Queueing((), withdrawn=context.live)
     queue = context.run.queue
@@ -65,8 +70,8 @@ def decide_queueing(
         size = living[0].place.group_size or context.run.spec.nodes.min
         gang, wait = _join(context, due, members, Gang(size, newest))
     else:
-        # A group that is not complete is not admitted: all nodes below the minimum that have no pod come at
-        # once, also one that its last group left behind. One that needs no other is admitted alone.
+        # Kueue does not admit an incomplete group. Create all missing nodes below the minimum together,
+        # including a node that its last group left behind. A single missing node is admitted alone.
         gang = Gang(context.run.spec.nodes.min, newest + 1)
         nodes = wait = frozenset(index for index in missing if index < gang.minimum)
         is_left_behind = any(pod.place.is_abandoned for pod in context.live)
@@ -75,8 +80,9 @@ def decide_queueing(
             if len(nodes) > 1:
                 gang = replace(gang, size=len(nodes), members=nodes)
 
-    # A node above the minimum that were admitted or scheduled first could hold the place of one below it. It
-    # is younger by a second at least: of two workloads of one priority Kueue preempts the younger.
+    # If a node above the minimum were admitted or scheduled first, it could occupy the place of a node below
+    # the minimum. Create it at least one second later: of two workloads of the same priority, Kueue preempts
+    # the younger.
     below = [pod for pod in context.live if pod.index < gang.minimum]
     has_gang = len({pod.index for pod in below if pod.node_name}) >= gang.minimum
     youngest = max((pod.place.scheduled_at or 0.0 for pod in below), default=0.0)
@@ -95,10 +101,11 @@ def decide_queueing(
 
 
 def joins_pod_group(context: ReconcileContext) -> bool:
-    """Whether nodes that are made now are in the run's PodGroup.
+    """Return whether nodes that are created now belong to the run's PodGroup.
 
-    A gang scheduler counts the pods of a group: one that joined beside pods that are in none would wait for
-    others for ever. A run whose installation has changed joins once none of its pods lives.
+    A gang scheduler counts the pods of a group. A pod in the group would wait forever for pods that are not
+    in the group. If the kind of gang of the installation has changed, the run therefore uses the new kind
+    only after none of its pods is live.
     """
     gang = context.config.gang
     is_wanted = gang != "none" and context.run.spec.nodes.min > 1
@@ -106,26 +113,29 @@ def joins_pod_group(context: ReconcileContext) -> bool:
 
 
 def find_newest_gang(context: ReconcileContext) -> int:
-    """Return the number of the run's newest group, -1 for none: an operator may have died between its pods
-    and its status."""
+    """Return the number of the run's newest group; -1 if there is none.
+
+    The pods count as well as the status, because an operator may have stopped after creating the pods and
+    before writing the status.
+    """
     prefix = names.queue_group_name(context.run.name, context.run.uid, 0)[:-1]
     numbers = [
         pod.place.group.removeprefix(prefix)
         for pod in context.nodes
         if pod.place.group.startswith(prefix)
     ]
-    # Bounded, because anybody may set a label.
+    # Limit the length, because any client may set a label.
     known = [int(text) for text in numbers if text.isdecimal() and len(text) < 10]
     return max([context.memory.gang, *known])
 
 
 def is_stranded(pod: PodState, context: ReconcileContext) -> bool:
-    """Whether Kueue holds the pod, for ever, in another queue than the run names by now, or in none."""
+    """Return whether Kueue holds the pod forever, in no queue or in a queue that the run no longer names."""
     return pod.place.is_stranded(context.run.queue)
 
 
 def describe_wait(pod: PodState, context: ReconcileContext, where: str) -> str:
-    """Return why Kueue holds pods of the run. ``pod``: one of them; ``where``: the same in words."""
+    """Return why Kueue holds pods of the run. ``pod``: one of the pods. ``where``: its description."""
     seen, run = context.observation, context.run
     everything = (*seen.preparations, *seen.coordinators, *context.live)
     held = [pod for pod in everything if pod.is_live and pod.place.is_gated]
@@ -136,7 +146,7 @@ def describe_wait(pod: PodState, context: ReconcileContext, where: str) -> str:
             f"{who} for a queue: Kueue here manages pods without one, too. Set the label "
             f"{names.LABEL_QUEUE} on the TrainingRun"
         )
-    # The nodes that wait may have trained before. The name of a pod without its attempt is its node's.
+    # Nodes that wait may have trained before. A pod's name without the attempt identifies its node.
     last = {}
     for record in context.memory.ends:
         node, _, _ = record.pod.rpartition("-")
@@ -150,13 +160,13 @@ def describe_wait(pod: PodState, context: ReconcileContext, where: str) -> str:
 def _join(
     context: ReconcileContext, due: Sequence[int], members: Sequence[PodState], gang: Gang
 ) -> tuple[Gang, frozenset[int]]:
-    """Return the group that lives, with the nodes that join it now, and the nodes that wait.
+    """Return the live group with the nodes that join it now, and the nodes that have to wait.
 
-    ``gang``: its minimum is the size of the group.
+    ``gang``: the live group, whose minimum is the size of the group.
     """
     size = gang.minimum
     active = [pod for pod in members if pod.place.is_active]
-    # Pods without Kueue's finalizer are there where Kueue does not run.
+    # Pods without Kueue's finalizer exist if Kueue does not run.
     others = [
         pod
         for pod in members
@@ -182,16 +192,18 @@ def _join(
 def _withdraw(
     context: ReconcileContext, minimum: int
 ) -> tuple[tuple[PodState, ...], float | None]:
-    """Return the pods that are to go, and the seconds until others may have to."""
+    """Return the pods to delete, and the seconds until more pods may have to be deleted; None if there are
+    none."""
     gated = [pod for pod in context.live if pod.place.is_gated]
     useless = [pod for pod in gated if is_stranded(pod, context)]
 
-    # A group was over when they joined it. Kueue may have ended it because its pods cannot start: they are
-    # not made anew in a storm.
+    # An abandoned pod joined a group that was already over. Kueue may have ended the group because its pods
+    # cannot start. Wait before deleting such pods, so that they are not recreated in a tight loop.
     abandoned = [pod for pod in gated if pod.place.is_abandoned and pod not in useless]
     held = [(pod, pod.created_at) for pod in abandoned]
 
-    # A gang that was evicted is admitted only with all of its quota, which its own elastic nodes may hold.
+    # An evicted gang is admitted only if its whole quota is free, and the run's own elastic nodes may use
+    # that quota.
     below = [pod.created_at for pod in gated if pod.index < minimum and pod not in useless]
     admitted = sum(not pod.place.is_gated for pod in context.live)
     if below and admitted < context.run.spec.nodes.min:

@@ -1,4 +1,4 @@
-"""Ends and pauses: a run that is over, suspended, stopped on request or being restarted."""
+"""Decides on runs that are over, suspended, stopped on request or being restarted."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -29,15 +29,17 @@ _PREPARING_LEAVES: Final = (
 )
 _EVALUATION_LEAVES: Final = "the pod that evaluates leaves; what it has measured is kept"
 _FIRST_WORDS_SECONDS: Final = 30.0
-"""Time that a coordinator has to give a first answer before a suspended run lets it go."""
+"""Time within which a new coordinator should answer for the first time. A suspended run keeps it until
+then."""
 _DELETION_RETRY_SECONDS: Final = 10.0
-"""Time until a run is looked at again that was to be deleted, and was changed by somebody meanwhile."""
+"""Time until the next pass if the deletion of a run failed, for example because the run was changed
+meanwhile."""
 _NOTED_SECONDS: Final = 1.0
-"""Time until a run is looked at again whose end was still to be written into the status."""
+"""Time until the next pass if the end of a run was not in the status yet."""
 
 
 def remove(pods: Iterable[PodState]) -> tuple[PodDeletion, ...]:
-    """Return deletions of those pods that are not being deleted already, the highest index first."""
+    """Return deletions of the pods that are not being deleted already, the highest index first."""
     chosen = sorted(
         (pod for pod in pods if not pod.is_deleting),
         key=lambda pod: (pod.index, pod.attempt),
@@ -47,7 +49,7 @@ def remove(pods: Iterable[PodState]) -> tuple[PodDeletion, ...]:
 
 
 def earliest(*seconds: float | None) -> float | None:
-    """Return the seconds until something is due next, at least one."""
+    """Return the smallest number of seconds, at least 1.0; None if all arguments are None."""
     return min((max(1.0, one) for one in seconds if one is not None), default=None)
 
 
@@ -55,7 +57,7 @@ def earliest(*seconds: float | None) -> float | None:
 
 
 def fail_at_deadline(context: ReconcileContext) -> ReconcileContext | None:
-    """Return the context with the run failed, if its time is over; None otherwise."""
+    """Return the context with the run failed if the run's deadline has passed; None otherwise."""
     left = seconds_to_deadline(context)
     if left is None or left > 0:
         return None
@@ -73,38 +75,44 @@ def fail_at_deadline(context: ReconcileContext) -> ReconcileContext | None:
 
 
 def seconds_to_deadline(context: ReconcileContext) -> float | None:
-    """Return the seconds until the run's time is over; None without a limit.
+    """Return the seconds until the run's deadline; None if the run has no limit or has not started.
 
-    Time in suspension does not count: the clock begins anew after it.
+    The value is negative after the deadline. The clock starts again after a suspension.
     """
     limit, start = context.run.spec.active_deadline_seconds, context.memory.start_time
     return None if limit is None or start is None else start + limit - context.now
 
 
 def conclude(context: ReconcileContext) -> Decision:
-    """Conclude a run that is over: pods at work may end by themselves, then the coordinator goes; much
-    later all children.
+    """Return the decision for a run that is over.
 
-    Ended pods stay for their logs until ``ttlSecondsAfterFinished``, as a run with ``ttlDeletes: Run`` does.
+    Running pods may end on their own, then the coordinator is deleted. Ended pods stay for their logs until
+    ``ttlSecondsAfterFinished`` has passed; then all children are deleted, and with ``ttlDeletes: Run`` the
+    run.
+
+    Raises ValueError if the run is not over.
     """
     finish, config, now = context.memory.finish, context.config, context.now
     if finish is None:
         raise ValueError("only a run that is over is concluded")
     ttl = context.run.spec.ttl_seconds_after_finished
-    # Pods may be all that shows the end: until the status has it, those that do stay. A lost write would
-    # otherwise let the run begin again.
+    # Keep the pods that show the end until the status contains it. If the write of the status were lost after
+    # the pods were deleted, the run would begin again.
     is_noted = context.observation.status.finish is not None
-    # The last stage: nothing is left but the record on the volume. Checkpoints that wait are evaluated first.
+    # Delete all children only after the waiting checkpoints have been evaluated. Only the record on the
+    # volume remains.
     is_evaluated = (
         not is_evaluation_due(context.memory, context.observation)
         and not context.evaluating
     )
-    # A run that was complete before it was made is there for as long: somebody has just made it.
+    # A run that is complete when it is created (see ALREADY_COMPLETE) stays for the whole TTL after its
+    # creation.
     expiry = None if ttl is None else max(finish.at, context.run.created_at) + ttl
     if expiry is not None and now >= expiry and is_evaluated and is_noted:
         return _clean(context, finish)
 
-    # The pods of a failed run have time to write their last words, unless nothing may go on at all.
+    # Give the pods of a failed run time to write their last messages, unless the reason requires an immediate
+    # end.
     grace = (
         finish.at + config.fail_grace_seconds if finish.phase == Phase.FAILED else finish.at
     )
@@ -112,7 +120,7 @@ def conclude(context: ReconcileContext) -> Decision:
     chosen = [pod for pod in context.live if is_due or not pod.is_running]
     chosen += context.preparing
     at_work = [pod for pod in (*context.live, *context.leaving) if pod.is_running]
-    # The coordinator goes last: pods that are still at work ask it whether they may end.
+    # Delete the coordinator last, because running pods ask it whether they may end.
     if not at_work and is_noted:
         chosen += [pod for pod in context.observation.coordinators if pod.is_live]
     return Decision(
@@ -127,18 +135,20 @@ def conclude(context: ReconcileContext) -> Decision:
             None if is_due or not at_work else grace - now,
             None if is_noted or at_work else _NOTED_SECONDS,
             context.seconds_to_unreachable,
-            # Beyond that time the end of an evaluation causes the pass.
+            # After that time, the end of an evaluation triggers the next pass.
             None if expiry is None or now >= expiry else expiry - now,
         ),
     )
 
 
 def _clean(context: ReconcileContext, finish: RecordedFinish) -> Decision:
-    """Return the last decision about a run: its children go, and where it asks for that, the run, too."""
+    """Return the last decision about a run, which deletes its children, and the run itself if it requests
+    that."""
     seen, record = context.observation, _completed_record(context)
     wants_deletion = context.run.spec.ttl_deletes == DELETES_RUN
     is_allowed = wants_deletion and context.config.allow_run_deletion
-    # Without the record on the volume the same file, applied again, would train again.
+    # Write the record to the volume before deleting the run. Otherwise the same file, if applied again, would
+    # train again.
     deletes_run = is_allowed and record is None
     everything = (*context.nodes, *seen.coordinators, *seen.preparations, *seen.evaluations)
     return Decision(
@@ -147,7 +157,7 @@ def _clean(context: ReconcileContext, finish: RecordedFinish) -> Decision:
         finish.reason,
         _said(context),
         context.memory,
-        # With the run, the garbage collector takes its pods, by their owner references.
+        # If the run is deleted, the garbage collector deletes its pods through their owner references.
         pods_to_delete=() if deletes_run else remove(everything),
         record=record,
         deletes_run=deletes_run,
@@ -156,10 +166,11 @@ def _clean(context: ReconcileContext, finish: RecordedFinish) -> Decision:
 
 
 def _said(context: ReconcileContext) -> str:
-    """Return the message of the run's end, and which later edits of the file have no effect on it."""
+    """Return the message of the run's end, with the later edits that have no effect."""
     finish, nonce = context.memory.finish, context.run.spec.restart_nonce
     message = finish.message if finish else ""
-    # The webhook refuses this, but may have been down, and the right may have been taken away since.
+    # The webhook refuses ttlDeletes: Run without the right to delete runs. However, the webhook may have been
+    # down, or the right may have been revoked since.
     if (
         context.run.spec.ttl_deletes == DELETES_RUN
         and not context.config.allow_run_deletion
@@ -168,7 +179,6 @@ def _said(context: ReconcileContext) -> str:
     if finish is None or finish.phase != Phase.COMPLETE:
         return message
 
-    # A complete run never trains again: its message names the edits that have no effect.
     if nonce != context.memory.restart_nonce:
         message += (
             "; spec.restartNonce has no effect on a complete run: create a new TrainingRun"
@@ -182,19 +192,21 @@ def _said(context: ReconcileContext) -> str:
 
 
 def _completed_record(context: ReconcileContext) -> VolumeRecord | None:
-    """Return the record of a complete run for the PVC, which survives the loss of its status; None where
-    there is nothing to write."""
+    """Return the record of a complete run for the PVC; None if there is nothing to write.
+
+    The record survives the loss of the run's status.
+    """
     finish, own, memory = context.memory.finish, find_own_record(context), context.memory
     if finish is None or finish.phase != Phase.COMPLETE:
         return None
-    # A run that is complete by the PVC's own word writes nothing there, and a record is written once.
+    # Write the record once, and not at all if the run is complete because of an existing record.
     is_written = own is not None and own.complete is not None and own.uid == context.run.uid
     if finish.reason == Reason.ALREADY_COMPLETE or is_written:
         return None
     if context.observation.claim is None:
         return None
 
-    # Epochs only grow, also in the record of a run that is over.
+    # Epochs never decrease, even in the record of a run that is over.
     epoch = max(memory.coordinator.attempt, own.epoch if own else -1)
     complete: dict[str, object] = {"at": format_time(finish.at)}
     if memory.training.step is not None:
@@ -206,17 +218,17 @@ def _completed_record(context: ReconcileContext) -> VolumeRecord | None:
 
 
 def stop_if_asked(context: ReconcileContext) -> Decision | None:
-    """Return the decision for a run that is suspended or stopped on request; None for any other.
+    """Return the decision for a run that is suspended or stopped on request; None for other runs.
 
-    Nodes save and leave, then the coordinator goes.
+    The nodes save and leave, then the coordinator is deleted.
     """
     progress, memory = context.progress, context.memory
     if context.run.spec.suspend:
-        # Resuming by hand also takes back a stop that the recipe asked for.
+        # Resuming by hand also clears a stop that the recipe requested.
         memory = replace(memory, stop_reason="")
         return _drain(replace(context, memory=memory), Reason.SUSPENDED)
 
-    # A coordinator whose nodes have all left, or which was sent a signal, was not asked to stop the run.
+    # If all nodes left or the coordinator received a signal, there was no request to stop the run.
     has_stopped = (
         progress is not None
         and progress.phase == "Stopped"
@@ -232,20 +244,23 @@ def stop_if_asked(context: ReconcileContext) -> Decision | None:
 
 
 def _drain(context: ReconcileContext, reason: Reason) -> Decision:
-    """Return the decision by which all nodes leave together, so that the last holder of the state saves it;
-    the coordinator serves until then."""
+    """Return the decision by which all nodes leave together, so that the last holder of the state saves it.
+
+    The coordinator serves until the nodes have left.
+    """
     memory, coordinators = context.memory, context.observation.coordinators
     preparing, ended = context.preparing, context.observation.preparations
     beside = (*preparing, *context.evaluating)
     working = (*context.live, *context.leaving, *beside)
     live_coordinators = [pod for pod in coordinators if pod.is_live]
-    # The last node has reported its save to the coordinator, which may not have been polled since: its next
-    # answer is waited for. A new coordinator may not have been polled since its nodes came.
+    # The last node reports its save to the coordinator. Wait for the coordinator's next status, because it
+    # may not have been polled since that report. A new coordinator may not have been polled since its nodes
+    # joined.
     is_young = memory.training.step is None and any(
         context.now - pod.created_at < _FIRST_WORDS_SECONDS for pod in live_coordinators
     )
-    # An operator that has just started has no answer yet, whereas the coordinator knows of the last save. The
-    # stop of a run is such an answer itself.
+    # An operator that has just started has no status of the coordinator yet, so wait for one in a suspension.
+    # A stop on request needs no wait, because the coordinator's status has reported it.
     is_unheard = is_young or (
         context.run.spec.suspend
         and context.progress is None
@@ -255,10 +270,11 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
     is_stale = is_unheard or (
         context.progress is not None and context.progress.connected > 0
     )
-    # Only the coordinator shows that the run itself has stopped: no pod goes before the status has it.
+    # Only the coordinator shows a stop on request, so delete no pod before the run's status contains the
+    # stop.
     is_noted = context.run.spec.suspend or context.observation.status.is_stopped
 
-    # Nodes first, then the coordinator, to which the last save is reported.
+    # Delete the nodes first, then the coordinator, because nodes report their last save to it.
     if working or live_coordinators:
         chosen: tuple[PodState, ...] = ()
         text = "the coordinator leaves"
@@ -289,16 +305,17 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
         _describe_pause(context, reason),
         begin_anew(memory),
         pods_to_delete=remove((*context.nodes, *coordinators, *ended)),
-        # Only a person can say whether the step or the recipe is to blame for a loss that is not finite.
+        # Only a person can decide whether the step or the recipe caused a loss that is not finite.
         is_blocked=reason == Reason.NON_FINITE,
     )
 
 
 def _describe_pause(context: ReconcileContext, reason: Reason) -> str:
-    """Say what is saved, and how to go on."""
+    """Return a message about the saved state and how to resume the run."""
     step = context.memory.training.checkpoint_step
     if reason == Reason.NON_FINITE:
-        # The state before the step that is not finite has been saved, so that step is the next one.
+        # The checkpoint has the state before the step that is not finite, so that step follows the
+        # checkpoint's.
         which, saved = "a step", ""
         if step is not None:
             which, saved = f"step {step + 1}", f", of step {step},"
@@ -317,11 +334,10 @@ def _describe_pause(context: ReconcileContext, reason: Reason) -> str:
 
 
 def drain_older(context: ReconcileContext) -> Decision | None:
-    """Return the decision by which pods of before a restart leave, as in a suspension; None where there are
-    none.
+    """Return the decision by which pods from before a restart leave; None if there are none.
 
-    A restart follows a change of ``restartNonce`` or of settings that nodes must have alike. New pods come
-    when the old ones are gone: a group of both would never agree.
+    A restart follows a change of ``restartNonce`` or of settings that must be the same on all nodes. New pods
+    are created after the old pods are gone, because a group of old and new pods would never agree.
     """
     restart = context.memory.restart
     live = [pod for pod in context.live if pod.restart < restart]
@@ -335,7 +351,7 @@ def drain_older(context: ReconcileContext) -> Decision | None:
     if not (live or leaving or coordinators or preparing):
         return _renew_group(context)
     ended = [pod for pod in context.nodes if not pod.is_live and pod.restart < restart]
-    # As in a suspension: nodes first, all together, so that the last holder of the state saves it.
+    # As in a suspension, delete all nodes together first, so that the last holder of the state saves it.
     chosen = (
         (*live, *preparing) if live or leaving or preparing else (*coordinators, *ended)
     )
@@ -354,10 +370,11 @@ def drain_older(context: ReconcileContext) -> Decision | None:
 
 
 def _renew_group(context: ReconcileContext) -> Decision | None:
-    """Return the decision by which Kubernetes' PodGroup of before a restart goes; None where there is none,
-    or a pod is in it.
+    """Return the decision that deletes a Kubernetes PodGroup from before a restart.
 
-    Its priority class cannot change. A run that had failed has no pod left whose leaving would take it along.
+    Returns None if there is no such PodGroup or a pod is still in it. The PodGroup has to be created again,
+    because its priority class cannot change. A failed run has no pods left whose deletion would also delete
+    the PodGroup.
     """
     seen = context.observation
     is_of_before = seen.group_restart < context.memory.restart
@@ -365,7 +382,7 @@ def _renew_group(context: ReconcileContext) -> Decision | None:
     is_renewable = has_group and seen.group_kind in POD_GROUPS["podGroup"]
     if not (is_renewable and is_of_before) or any(pod.end is None for pod in seen.nodes):
         return None
-    # No event shows that it is gone. A refusal has a time of its own.
+    # No event shows that the PodGroup is gone, so check again. A refused deletion has its own retry time.
     is_refused = any((one.verb, one.kind) == ("delete", POD_GROUP) for one in seen.failures)
     return Decision(
         Action.STOP,

@@ -1,7 +1,7 @@
-"""Adds an observation to the memory of a run: ends of pods, the coordinator's counters, progress. Pure.
+"""Adds an observation to the memory of a run: ends of pods, the coordinator's counters, and progress. Pure.
 
-``ends`` counts the ends of nodes, ``budget`` the failures, ``host_faults`` the troubles of hosts;
-``root_cause`` names what failed.
+``pod_ends`` counts the ends of nodes, ``budget`` counts failures, ``host_faults`` counts faults of hosts, and
+``root_cause`` determines which component failed.
 """
 
 from dataclasses import replace
@@ -42,22 +42,22 @@ IN_POD_CAUSES: Final = (
     "environment",
     "volume_full",
 )
-"""Changes of the group, as the coordinator counts them, that restarted a worker inside its pod."""
+"""Causes, as the coordinator counts them, for which a worker was restarted inside its pod."""
 _FORMED: Final = ("Running", "Draining")
-"""Phases of a coordinator whose group is up."""
+"""Phases in which the coordinator's group has formed."""
 
 
 def remember(observation: Observation, config: Config, now: float) -> Memory:
-    """Return the run's memory with everything that is new in the observation. ``now``: seconds since 1970."""
+    """Return the run's memory, updated with the observation. ``now``: seconds since 1970."""
     memory = _note_image(
         _begin(observation, config),
         observation,
         config,
     )
 
-    # Progress comes before the ends of pods: it takes back the failures that it followed, and says whether a
-    # group has formed, which decides what an exit code 64 means. The last answer about a complete run may be
-    # older than its last step, which is noted.
+    # Note progress before the ends of pods. Progress forgives the failures before it, and shows whether a
+    # group has formed, which determines the meaning of exit code 64. Skip a complete run: its last status
+    # from the coordinator may be older than the recorded last step.
     if (
         observation.progress is not None
         and is_current(observation, memory)
@@ -73,7 +73,8 @@ def remember(observation: Observation, config: Config, now: float) -> Memory:
     memory = note_preparation(memory, observation, config, now)
     memory = note_evaluation(memory, observation, config, now)
     memory = _note_coordinators(memory, observation, config, now)
-    # The ends come first: the answer that follows them is the one from which on steps are progress again.
+    # Note the ends before the count begins: only steps after the coordinator's next status are progress
+    # again.
     is_answered = is_current(observation, memory)
     if is_answered:
         memory = begin_count(memory, observation)
@@ -81,7 +82,7 @@ def remember(observation: Observation, config: Config, now: float) -> Memory:
 
 
 def is_current(observation: Observation, memory: Memory) -> bool:
-    """Whether the progress is that of the run's newest coordinator, of this restart."""
+    """Return whether the progress comes from the run's newest coordinator, in the current restart."""
     progress, live = observation.progress, observation.live_coordinator
     return (
         progress is not None
@@ -92,15 +93,19 @@ def is_current(observation: Observation, memory: Memory) -> bool:
 
 
 def _begin(observation: Observation, config: Config) -> Memory:
-    """Return the memory with images and recipe, which are settled at first sight, and again at a restart: an
-    operator's upgrade never mixes images."""
+    """Return the memory with the run's images and recipe.
+
+    Both are chosen when the run is first observed, and again at a restart. An upgrade of the operator
+    therefore never mixes images within a run.
+    """
     run, memory = observation.run, observation.status
     nonce = run.spec.restart_nonce
-    # There may be hosts for fewer nodes. Each pass looks: the next one does not know the higher minimum.
+    # With a lower minimum, the hosts may be enough. Check this in each pass, because the memory stores the
+    # new minimum and the next pass can no longer detect the change.
     if memory.min_nodes is not None and run.spec.nodes.min < memory.min_nodes:
         memory = _end_pause(memory, observation)
-    # A restart takes the profile as it is then. While that is wrong, the run stays what it was: its pods
-    # train, and it continues as before if the new nonce is taken back.
+    # A restart uses the profile as it is at that time. While that profile is not valid, keep the memory
+    # unchanged: the pods train, and the run continues as before if the user reverts the new nonce.
     is_restart_unsettled = (
         bool(memory.recipe_hash)
         and memory.profile_note not in ("", UNSETTLED)
@@ -109,7 +114,7 @@ def _begin(observation: Observation, config: Config) -> Memory:
     if is_restart_unsettled:
         return memory
     if not memory.is_known:
-        # The status is lost, or was never written: pods that are there show how often the run was restarted.
+        # The status was lost or never written: existing pods show how many times the run was restarted.
         everything = (
             *observation.nodes,
             *observation.coordinators,
@@ -121,8 +126,9 @@ def _begin(observation: Observation, config: Config) -> Memory:
     elif nonce != memory.restart_nonce and not memory.is_complete:
         memory = _begin_anew(memory, nonce)
     elif _has_other_settings(observation):
-        # Nodes of old and new settings would wait for one another, at a save that only some of them make: all
-        # leave, with their state saved, and come again. Budgets and image stay: no restart was asked for.
+        # Nodes with old and new settings would deadlock, for example at a save that only some of them make.
+        # All nodes therefore save, leave and start again. Budgets and image stay, because the user did not
+        # request a restart.
         memory = replace(
             memory,
             restart=memory.restart + 1,
@@ -134,14 +140,15 @@ def _begin(observation: Observation, config: Config) -> Memory:
             recorded=frozenset(range(len(memory.attempts))),
         )
 
-    # The hash follows the file: one of an older release, of the spelling, becomes that of the meaning here.
-    # A file that cannot be read says nothing about the recipe, and what is over is not written any more.
+    # Update the hash from the file. Older releases hashed the text of the file; the hash of its meaning
+    # replaces such a hash here. Keep the hash if the file cannot be read or the run is over.
     is_readable, applied = not run.parsed.problems, observation.applied
     keeps_recipe = bool(memory.recipe_hash) and (
         not is_readable or memory.finish is not None
     )
     coordinator_image = memory.coordinator.image or config.operator_image
-    # The image may be the profile's: while that is wrong, or was at the last look, none is settled.
+    # The profile may set the image. Choose the image again if the profile is not valid, or was not valid in
+    # the previous pass.
     image = "" if UNSETTLED in (memory.profile_note, run.profile.note) else memory.image
     return replace(
         memory,
@@ -156,16 +163,19 @@ def _begin(observation: Observation, config: Config) -> Memory:
 
 
 def _end_pause(memory: Memory, observation: Observation) -> Memory:
-    """Return the memory of a run that asks for pods again, or goes on with those that it was to give back."""
+    """Return the memory of a run that ends its pause.
+
+    The run requests pods again, or continues with the pods that it was about to give back.
+    """
     recorded = memory.recorded
     if memory.come_again_at:
-        # Their end was to count for nothing, and they stay.
+        # The ends of these pods were marked as not to be counted. The pods stay, so their ends count again.
         recorded -= {pod.index for pod in observation.nodes if pod.is_live}
     return replace(memory, given_back=0, come_again_at=0.0, recorded=recorded)
 
 
 def _begin_anew(memory: Memory, nonce: str | None) -> Memory:
-    """Return the memory of a run that a new ``restartNonce`` starts again: budgets and images begin anew."""
+    """Return the memory of a run that a new ``restartNonce`` restarts, with budgets and images reset."""
     return replace(
         memory,
         restart=memory.restart + 1,
@@ -174,7 +184,7 @@ def _begin_anew(memory: Memory, nonce: str | None) -> Memory:
         finishing_since=None,
         stop_reason="",
         start_time=None,
-        # Files may have been corrected where no step shows that they were right.
+        # Prepare the data again if no step was trained: the user may have corrected the input files.
         preparation=replace(
             memory.preparation,
             is_recorded=True,
@@ -198,39 +208,42 @@ def _begin_anew(memory: Memory, nonce: str | None) -> Memory:
 
 
 def _has_other_settings(observation: Observation) -> bool:
-    """Whether a run that goes on was edited to other settings than its pods have."""
+    """Return whether an edit gave a run that is not over other settings than its pods have."""
     run, memory = observation.run, observation.status
-    # Without a new generation only the operator is another, whose hash covers more or fewer fields.
+    # Without a new generation, only a new version of the operator can change the hash, because its hash
+    # covers more or fewer fields.
     new = run.parsed.settings_hash
     if not run.has_new_spec or not new or memory.finish is not None or run.parsed.problems:
         return False
 
-    # An older release noted no hash: its pods have what their ConfigMap has.
+    # Older releases recorded no hash. Their pods have the settings in the ConfigMap.
     known = memory.settings_hash
     if not known and observation.applied is not None:
         known = observation.applied.hash
     if not known:
-        # It cannot be known. Pods that began with one file and get another one never agree, so that all of
-        # them leave and come again.
+        # The pods' settings are unknown. Pods that started with different files never agree, so assume other
+        # settings if any pod was created: all pods then leave and start again.
         return any(attempt >= 0 for attempt in memory.attempts)
     return new != known
 
 
 def _note_image(memory: Memory, observation: Observation, config: Config) -> Memory:
-    """Note the image of the first pod: all later pods of this restart ask for it, until a host cannot get
-    it by that name."""
+    """Record the image digest of the first pod that runs.
+
+    All later pods of this restart use this digest, unless a host cannot pull the image by digest.
+    """
     pods = [pod for pod in observation.nodes if pod.restart == memory.restart]
-    # The first pod that runs decides for all: a tag may be moved at any time.
+    # Pin the digest of the first pod that runs, because a tag can be moved at any time.
     if not memory.image_id:
         first = next((pod for pod in pods if pod.image_id), None)
         if first is None:
             return memory
         policy = observation.run.spec.image_pull_policy or config.image_pull_policy
-        # Where nothing is ever pulled, images lie on hosts by the names under which they were brought.
+        # With the policy Never, a host has an image only by the name under which it was loaded.
         pin = "" if policy == "Never" else pin_image(memory.image, first.image_id)
         return replace(memory, image_id=first.image_id, image_pin=pin)
 
-    # A host that has the image only by its tag, as where images are brought by hand, cannot get the digest.
+    # A host on which the image was loaded by hand has it only by its tag and cannot resolve the digest.
     preparing = [pod for pod in observation.preparations if pod.restart == memory.restart]
     is_unknown = any(
         pod.is_live and pod.is_image_missing and pod.waiting_image == memory.image_pin
@@ -248,13 +261,12 @@ def _note_coordinators(
     config: Config,
     now: float,
 ) -> Memory:
-    """Count the loss of a coordinator, whose pod has ended, is leaving, has vanished or was replaced
-    unseen."""
+    """Count the loss of a coordinator if its pod has ended, is leaving, has disappeared or was replaced."""
     pods = {pod.attempt: pod for pod in observation.coordinators}
     newest = max(pods, default=-1)
     known = memory.coordinator
-    # A newer pod than the one that is known: the operator died between its creation and the note of it. The
-    # loss of the older one has not been counted.
+    # If there is a newer pod than the recorded one, the operator stopped after creating the pod and before
+    # recording it. The loss of the older pod has not been counted.
     if newest > known.attempt:
         if known.attempt >= 0 and not known.is_recorded:
             older = pods.get(known.attempt)
@@ -269,7 +281,7 @@ def _note_coordinators(
     pod = pods.get(known.attempt)
     memory = replace(memory, coordinator=known)
 
-    # A pod that is gone counts as one that has ended: its end came in a gap of the watch.
+    # A pod that no longer exists counts as ended: the watch missed its end.
     is_lost = known.attempt >= 0 and (pod is None or pod.is_over)
     if is_lost and not known.is_recorded:
         memory = _add_lost_coordinator(
@@ -279,7 +291,7 @@ def _note_coordinators(
             config,
             now,
         )
-    # It has never run: the one that takes its place is no restart.
+    # A stranded coordinator has never run, so its replacement is not a restart.
     if observation.is_coordinator_stranded:
         queued = replace(memory.coordinator, is_queued=True, is_recorded=True)
         memory = replace(memory, coordinator=queued)
@@ -293,11 +305,11 @@ def _add_lost_coordinator(
     config: Config,
     now: float,
 ) -> Memory:
-    """Count the loss of the known coordinator, unless the operator itself sent it away."""
+    """Count the loss of the recorded coordinator, unless the operator itself deleted it."""
     known = replace(memory.coordinator, is_recorded=True)
     claim, run = observation.claim, observation.run
-    # The end is written on the PVC before the coordinator goes, and into the status only after that: a new
-    # operator may find the one without the other.
+    # The completion is written to the PVC before the coordinator is deleted, and to the status only
+    # afterwards. A new operator may therefore find the record without the status.
     record = claim.records.get(run.name) if claim else None
     is_complete = (
         record is not None and record.complete is not None and record.uid == run.uid
@@ -306,8 +318,8 @@ def _add_lost_coordinator(
     if is_complete or is_of_before or is_letting_go(observation, memory):
         return replace(memory, coordinator=known)
 
-    # A coordinator that dies young again and again is made ever later; its loss costs no failure, since
-    # training goes on.
+    # If coordinators repeatedly end shortly after they start, the delay before the next one grows. The loss
+    # does not count as a failure, because training continues.
     budget = memory.budget
     if pod is not None and now - pod.created_at < config.short_life_seconds:
         budget = add_short_life(budget, memory, config, now)
@@ -328,7 +340,10 @@ def _note_progress(
     progress: CoordinatorStatus,
     now: float,
 ) -> Memory:
-    """Merge the answer of the run's coordinator; values that it lacks after its restart stay as they were."""
+    """Merge the coordinator's status into the memory.
+
+    Values that a restarted coordinator does not have yet keep their recorded value.
+    """
     known = memory.training
     is_new = progress.step is not None and progress.step != known.step
     ago = progress.updated_seconds_ago or 0.0
@@ -336,7 +351,7 @@ def _note_progress(
         progress.checkpoint_step is not None
         and progress.checkpoint_step != known.checkpoint_step
     )
-    # Only the node of rank 0 sees saves end: a new one knows nothing of them until its first has ended.
+    # Only the node of rank 0 reports saves. A new rank 0 has no values until its first save has ended.
     saves = known if progress.failed_saves is None else progress
     training = RecordedTraining(
         generation=progress.generation or known.generation,
@@ -354,47 +369,50 @@ def _note_progress(
         save_message=saves.save_message,
     )
 
-    # A step of this coordinator's own group shows that one was up, also where no poll fell into that time.
+    # A step from this coordinator shows that a group has formed, even if no poll observed the group.
     has_formed = memory.has_formed or progress.phase in _FORMED or progress.step is not None
-    # It shows, too, that the exit codes 64 before it were not the input's fault.
+    # A formed group also shows that earlier exits with code 64 were not caused by wrong input.
     memory = replace(
         memory,
         training=training,
         has_formed=has_formed,
         input_errors=() if has_formed else memory.input_errors,
     )
-    # The last words about a group whose pods were given back end no pause. One that is still there goes on,
-    # also where ``nodes.min`` was raised since.
+    # A last status of a group whose pods were given back does not end the pause. If pods still run, the group
+    # continues, even if ``nodes.min`` was raised.
     has_pods = any(pod.is_live and pod.is_running for pod in observation.nodes)
     if progress.phase in _FORMED and has_pods:
         memory = _end_pause(memory, observation)
 
-    # The order matters: counters before the outcome, which names the failure that the counters count.
+    # Add the counters before the outcome, because the outcome describes a failure that the counters include.
     memory = _add_counters(memory, progress)
     memory = note_outcome(memory, progress.last_failure, now)
     return forgive(memory, observation, progress)
 
 
 def _newer(new: Value | None, known: Value | None) -> Value | None:
-    """Return the new value, or the known one where there is none. 0 is a value."""
+    """Return the new value, or the known value if the new value is None. 0 is a value."""
     return known if new is None else new
 
 
 def _add_counters(memory: Memory, progress: CoordinatorStatus) -> Memory:
-    """Add what the coordinator has counted since its last reading. Each coordinator counts from 0."""
+    """Add the restarts and seconds that the coordinator has counted since the last poll.
+
+    Each coordinator counts from 0.
+    """
     known = memory.coordinator
     if known.attempt != progress.attempt:
         known = Coordinator(progress.attempt, known.image, is_queued=known.is_queued)
     restarts, lost = dict(memory.restarts), dict(memory.lost_seconds)
 
-    # Restarts that no pod shows: a worker was started again inside its pod.
+    # Add the restarts of workers inside their pods, which the pods do not show.
     for name in IN_POD_CAUSES:
         more = progress.restarts.get(name, 0) - known.restarts.get(name, 0)
         key = CAUSES.get(name, PodCause.WORKER_CRASH).value
         if more > 0:
             restarts[key] = restarts.get(key, 0) + more
 
-    # Seconds are kept whole: a fraction would make a status write of every answer.
+    # Store whole seconds. With fractions, every poll would cause a write of the status.
     counted = {name: int(seconds) for name, seconds in progress.lost_seconds.items()}
     for name, whole in counted.items():
         more = whole - known.lost_seconds.get(name, 0)

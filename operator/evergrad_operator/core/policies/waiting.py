@@ -1,6 +1,6 @@
-"""Names what is in the way of a run that wants to train, and whether a person has to act.
+"""Finds the obstacle that keeps a run from training, and whether a person has to act.
 
-The run goes on by itself once nothing is in the way any more.
+The run continues without action as soon as the obstacle is gone.
 """
 
 import re
@@ -59,29 +59,30 @@ _PERSON_LATER: Final = frozenset(
         Reason.VOLUME_PENDING,
     }
 )
-"""A registry comes back, a claim or a Secret may follow the run a moment later: these often heal by
-themselves.
+"""Reasons that usually resolve without action within ``PATIENCE_SECONDS``. For example, a registry recovers,
+or a claim or a Secret is created shortly after the run.
 
-Reasons in neither set heal sooner or later: a queue admits, an autoscaler brings nodes, a quota becomes
-free.
+Reasons in neither set resolve without a person: a queue admits the pods, an autoscaler adds nodes, or quota
+becomes free.
 """
 _LIMIT_RANGE: Final = re.compile(
     r"(?:maximum|minimum) \S+ usage per (?:Container|Pod) is |max limit to request ratio per "
 )
-"""The API server's words for a container that a LimitRange of the namespace refuses."""
+"""Matches the API server's message about a container that a LimitRange of the namespace refuses."""
 _NEEDED_BY_NAME: Final = ("Pod", "PersistentVolumeClaim")
-"""Kinds whose objects are in the way only while they are wanted; others are wanted until they exist."""
+"""Kinds for which a refusal counts only if the named object is wanted now. A refusal of another kind counts
+until the object exists."""
 PATIENCE_SECONDS: Final = 300.0
-"""Time after which an obstacle that often heals by itself needs a person: most outages of a registry are
-shorter."""
+"""Time after which an obstacle that usually resolves without action needs a person. Most outages of a
+registry are shorter."""
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """One thing that is in the way, and what to do about it.
+    """One reason why the run does not train, with its remedy.
 
-    ``since``: seconds since 1970, 0 where unknown. ``is_for_person``: nothing but a person can mend it,
-    though others of its reason heal.
+    ``since``: start of the obstacle in seconds since 1970, 0 if unknown. ``is_for_person``: True if only a
+    person can resolve this obstacle, although other obstacles with the same reason resolve without action.
     """
 
     reason: Reason
@@ -91,21 +92,21 @@ class Obstacle:
 
     @property
     def needs_person_at(self) -> float | None:
-        """Time from which on a person has to act, in seconds since 1970; None for never."""
+        """Time from which a person has to act, in seconds since 1970; None if no person is needed."""
         if self.reason in _PERSON_AT_ONCE or self.is_for_person:
             return self.since
         return self.since + PATIENCE_SECONDS if self.reason in _PERSON_LATER else None
 
 
 def find_obstacle(context: ReconcileContext, wanted: Iterable[str]) -> Obstacle | None:
-    """Return the obstacle that explains most; None where nothing is in the way.
+    """Return the most specific obstacle; None if there is no obstacle.
 
-    ``wanted``: names of the pods that should be made now, and of a claim to be written.
+    ``wanted``: names of the pods that should be created now, and of a claim that should be written.
     """
-    # Refusals of the API server come first: nothing else can be said about pods that do not exist.
+    # Check refusals of the API server first, because a pod that was refused has no state to inspect.
     names_wanted = frozenset(wanted)
     for failure in context.observation.failures:
-        # A refusal of something that is not needed any more may be remembered for long.
+        # Skip refusals of objects that are no longer needed: failures stay in the observation.
         if failure.verb not in ("create", "apply"):
             is_relevant = True
         elif failure.kind in _NEEDED_BY_NAME:
@@ -116,13 +117,13 @@ def find_obstacle(context: ReconcileContext, wanted: Iterable[str]) -> Obstacle 
             continue
         if failure.reason == NAME_LEFT:
             return explain_leftovers(context)
-        # A claim that exists is written for the run's record alone.
+        # An existing claim is written only to store the run's record.
         is_record = (failure.verb, failure.kind) == ("apply", "PersistentVolumeClaim")
         if is_record and context.observation.claim is not None and not _is_passing(failure):
             return _explain_record(failure)
         return explain_refusal(failure, context.run.name)
 
-    # Then pods that exist and do not run; the reason that is rarest and most certain counts.
+    # Then check pods that exist and do not run. Of several reasons, report the first one in _ORDER.
     coordinators = [pod for pod in context.observation.coordinators if pod.is_live]
     obstacles = []
     preparing = [pod for pod in context.preparing if pod.is_live]
@@ -133,7 +134,7 @@ def find_obstacle(context: ReconcileContext, wanted: Iterable[str]) -> Obstacle 
     if obstacles:
         return min(obstacles, key=lambda one: _ORDER.index(one.reason))
 
-    # Where all pods run, the coordinator may still not answer.
+    # Even if all pods run, the coordinator may be unreachable.
     silence = context.observation.unreachable
     if silence is None:
         return None
@@ -157,22 +158,25 @@ _ORDER: Final = (
 
 
 _LEFTOVER_KINDS: Final = "pods,services,configmaps,secrets,networkpolicies"
-"""Kinds of a run's children, except the claim, which has the checkpoints."""
+"""Kinds of a run's children, except the claim, because the claim contains the checkpoints."""
 _MOST_LEFTOVERS: Final = 8
-"""Leftovers that a message names; the command removes all of them."""
+"""Maximum number of leftovers that a message lists. The command in the message removes all of them."""
 
 
 def find_leftover_obstacle(context: ReconcileContext) -> Obstacle | None:
-    """Find pods that an earlier run of this name has left: they may train, and write in the same folder."""
-    # Pods of this run that are at work show that nothing was in their way.
+    """Return an obstacle if pods of an earlier run with the same name still exist; None otherwise.
+
+    Such pods may still train and write to the same folder.
+    """
+    # If pods of this run are live, the leftovers did not prevent their creation.
     if not context.observation.leftovers or context.live:
         return None
     return explain_leftovers(context)
 
 
 def explain_leftovers(context: ReconcileContext) -> Obstacle:
-    """Return everything that is known to be left by an earlier run of this name, and one command against
-    it."""
+    """Return an obstacle that lists the known leftovers of an earlier run with the same name, and the command
+    that deletes them."""
     run = context.run
     left = [f"Pod {name}" for name in context.observation.leftovers]
     left += [
@@ -183,7 +187,7 @@ def explain_leftovers(context: ReconcileContext) -> Obstacle:
     shown = ", ".join(left[:_MOST_LEFTOVERS])
     if len(left) > _MOST_LEFTOVERS:
         shown += f" and {len(left) - _MOST_LEFTOVERS} more"
-    # The group of a gang is there only where the cluster has such a kind.
+    # kubectl fails for a kind that the cluster does not have, so add PodGroups only if one is left.
     kinds = _LEFTOVER_KINDS
     if any(name.startswith(f"{POD_GROUP} ") for name in left):
         kinds += ",podgroups"
@@ -198,9 +202,9 @@ def explain_leftovers(context: ReconcileContext) -> Obstacle:
 
 
 def explain_refusal(failure: ApplyFailure, run: str) -> Obstacle:
-    """Return a refusal of the API server, or of a coordinator, in words. ``run``: name of the run."""
+    """Return the obstacle for a refusal by the API server or a coordinator. ``run``: name of the run."""
     what, said = f"{failure.kind} {failure.name}", failure.message
-    # Only the run's own name tells its pods from the nodes of a run whose name ends with "-evaluate".
+    # Compare with names computed from the run's name: a node of a run called "x-evaluate" must not match.
     of_pod = "spec.resources"
     if failure.name.startswith(names.preparation_pod_name(run, 0).removesuffix("0")):
         of_pod = "spec.preparation.resources"
@@ -218,11 +222,11 @@ def explain_refusal(failure: ApplyFailure, run: str) -> Obstacle:
             f"the new bounds are not in force: {quote(said)}. They are sent again",
         )
 
-    # Nothing was refused: it may go through at the next try.
+    # Transient failures: the object was not refused, and a retry may succeed.
     if _is_passing(failure):
         could_not = f"could not {failure.verb} {what}"
         words = quote(said) or failure.reason
-        # 409 without a name that is taken: another write came first, and the next try will do.
+        # A 409 for another reason than a taken name is a write conflict, which a retry resolves.
         if failure.status == 409:
             return Obstacle(Reason.STARTING, f"{could_not} yet: {words}. It is tried again")
         if "failed calling webhook" in said:
@@ -233,8 +237,8 @@ def explain_refusal(failure: ApplyFailure, run: str) -> Obstacle:
         text = f"{could_not}: the API server does not answer, or not now: {words}{code}"
         return Obstacle(Reason.API_UNAVAILABLE, f"{text}. It is tried again")
 
-    # The texts of the API server are read last: they are prose, and a wrong guess is wrong only about the
-    # remedy.
+    # Match the API server's message text last. The text has no stable format, but a wrong match affects only
+    # the suggested remedy.
     text = f"the API server refuses {what}: {quote(said) or failure.reason} (HTTP {failure.status})"
     if "exceeded quota" in said or "insufficient quota" in said:
         return Obstacle(
@@ -248,7 +252,7 @@ def explain_refusal(failure: ApplyFailure, run: str) -> Obstacle:
         remedy = "Remove from spec.template what the namespace's Pod Security level forbids"
         return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}; it is tried again")
     if _LIMIT_RANGE.search(said):
-        # The coordinator's resources are the installation's: no field of the run changes them.
+        # The installation sets the coordinator's resources; no field of the run changes them.
         coordinator = names.coordinator_pod_name(run, 0).removesuffix("0")
         field = f"{of_pod}.limits"
         if failure.name.startswith(coordinator):
@@ -265,14 +269,14 @@ def explain_refusal(failure: ApplyFailure, run: str) -> Obstacle:
 
 
 def _is_passing(failure: ApplyFailure) -> bool:
-    """Whether the object was not refused: something did not answer, was busy, or another write was first."""
+    """Return whether the failure is transient: no answer, an overloaded server, or a write conflict."""
     return failure.status in (0, 401, 409, 429) or failure.status >= 500
 
 
 def _explain_record(failure: ApplyFailure) -> Obstacle:
-    """Return in words that the run's record on an existing claim is refused.
+    """Return the obstacle for a refused write of the run's record to an existing claim.
 
-    The record is written before any pod is made, or two runs could share a folder.
+    No pod is created before the record is written. Otherwise two runs could share a folder.
     """
     text = (
         f"the API server refuses the run's record on PersistentVolumeClaim {failure.name}: "
@@ -309,7 +313,7 @@ _ROLES: Final = {
         "Lower spec.evaluation.resources or widen the node selection, and delete the pod; or add nodes",
     ),
 }
-"""How a pod is called that is no node, by role, and how it finds a host."""
+"""Name of a pod that is not a node, and the remedy if no host fits, by role."""
 _REFUSED: Final = (
     "The scheduler tries again; where pods of one PodGroup differ in scheduler or priority, another "
     "spec.restartNonce makes all of them anew"
@@ -317,7 +321,10 @@ _REFUSED: Final = (
 
 
 def explain_pod(pod: PodState, context: ReconcileContext) -> Obstacle | None:
-    """Return why a pod does not run; None where that needs no explanation yet."""
+    """Return the obstacle that keeps a pod from running; None if there is none yet.
+
+    For example, a pod whose containers have been in creation for less than ``_SLOW_SECONDS`` has no obstacle.
+    """
     who, smaller = _ROLES.get(pod.role, (f"node {pod.index}", _SMALLER_NODES))
     where, said = f"{who} (pod {pod.name})", quote(pod.waiting_message)
     reason = pod.waiting_reason
@@ -335,7 +342,7 @@ def explain_pod(pod: PodState, context: ReconcileContext) -> Obstacle | None:
             Reason.START_ERROR, f"{where}: {reason}: {said or 'no details'}. {remedy}"
         )
     if pod.place.is_gated:
-        # Only a person can name a queue, and only a pod that is in none needs one.
+        # If the pod is in no queue, only a person can resolve the obstacle, by naming a queue.
         has_queue = names.LABEL_QUEUE in context.run.labels or bool(pod.place.queue)
         text, is_for_person = describe_wait(pod, context, where), not has_queue
         return Obstacle(Reason.QUEUED, text, is_for_person=is_for_person)
@@ -344,7 +351,7 @@ def explain_pod(pod: PodState, context: ReconcileContext) -> Obstacle | None:
             Reason.QUEUED,
             f"{where} waits to be admitted by a queue: {said or 'a scheduling gate is set'}",
         )
-    # The scheduler's words are the only sign of a claim that is missing or not bound.
+    # Only the scheduler's message shows that a claim is missing or not bound.
     if reason == "Unschedulable" and _MISSING_CLAIM.search(said):
         remedy = "Create the PersistentVolumeClaim; the pod waits for it"
         return Obstacle(Reason.VOLUME_MISSING, f"{where}: {said}. {remedy}")
@@ -382,18 +389,20 @@ _MISSING_GROUP: Final = {
     "coscheduling": "Install the PodGroup and the scheduler of scheduler-plugins",
     "podGroup": "Switch the feature gate GenericWorkload and this API group on, in Kubernetes 1.36 or later",
 }
-"""How a cluster gets the PodGroup, by the installation's kind of gang."""
+"""Remedy for a cluster without the PodGroup kind, by the installation's kind of gang."""
 
 
 def find_group_obstacle(context: ReconcileContext) -> Obstacle | None:
-    """Find out whether the PodGroup is missing that the run's first pods need.
+    """Return an obstacle if the run's first pods need a PodGroup and the cluster lacks this kind; None
+    otherwise.
 
-    Without it a scheduler would place them one by one, which this installation has asked not to do.
+    Without the PodGroup the scheduler would place the pods one by one, although the installation is set to
+    gang scheduling.
     """
     is_missing = context.observation.group_kind is None
     if not is_missing or context.live or not joins_pod_group(context):
         return None
-    # An API server that was not heard may have it.
+    # If the list of API resources could not be read, the kind may exist.
     for failure in context.observation.failures:
         if failure.kind == API_RESOURCES:
             return explain_refusal(failure, context.run.name)
@@ -405,7 +414,7 @@ def find_group_obstacle(context: ReconcileContext) -> Obstacle | None:
 
 
 def find_profile_obstacle(context: ReconcileContext) -> Obstacle:
-    """Return why the namespace's profile could not be read, without which no run begins."""
+    """Return why the namespace's profile could not be read. A run does not begin without the profile."""
     for failure in context.observation.failures:
         if (failure.verb, failure.name) == ("list", NAMESPACE_PROFILE):
             return explain_refusal(failure, context.run.name)
@@ -416,14 +425,15 @@ def find_profile_obstacle(context: ReconcileContext) -> Obstacle:
 
 
 def find_claim_obstacle(context: ReconcileContext) -> Obstacle | None:
-    """Find what is wrong with the PVC itself, before any pod needs it."""
+    """Return an obstacle if the PVC is missing, lost or being deleted; None otherwise."""
     claim, name = context.observation.claim, context.run.claim_name
     since = context.memory.start_time or context.now
-    # A claim of the run's own is made with its pods; only one that the user names can be missing.
+    # The operator creates the run's own claim together with its pods. Only a claim that the user names in
+    # spec.storage.claimName can be missing.
     if claim is None:
         if not context.run.spec.storage.claim_name:
             return None
-        # A claim that could not be read may exist.
+        # If the claim could not be read, it may exist.
         for failure in context.observation.failures:
             if (failure.verb, failure.name) == ("get", name):
                 return explain_refusal(failure, context.run.name)
@@ -437,7 +447,7 @@ def find_claim_obstacle(context: ReconcileContext) -> Obstacle | None:
             f"{text}. Restore the volume, or start a new TrainingRun on another",
             since,
         )
-    # While pods use a claim, its deletion waits for them.
+    # Kubernetes delays the deletion of a claim until no pod uses it.
     if claim.is_deleting and not context.live:
         text = f"PersistentVolumeClaim {name} is being deleted. Wait for that, or create another"
         return Obstacle(Reason.VOLUME_MISSING, text, since)
