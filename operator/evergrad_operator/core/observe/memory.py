@@ -1,5 +1,5 @@
-"""The part of a run that the operator keeps in the run's own status: counters, and decisions that are not
-taken twice. Pure."""
+"""The memory that the operator stores in the run's status: counters, and decisions that must not be repeated.
+Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,24 +38,25 @@ from evergrad_operator.core.observe.preparation import DataPreparation, parse_pr
 from evergrad_operator.core.observe.time_accounting import PodTimeAccount, parse_notes
 
 MAX_ENDS: Final = 10
-"""Ends of pods that the status lists: enough to see a pattern, and a small part of its 16 KiB."""
+"""Maximum number of ends of pods in the status: enough to see a pattern, and a small part of its 16 KiB."""
 MAX_CAUSES: Final = 16
 LONGEST_CAUSE: Final = 32
 LONGEST_SAVE_MESSAGE: Final = 512
-"""Longest reason of a failed save in a status, in characters: one error with its path."""
+"""Maximum length of the reason of a failed save, in characters: enough for one error with its path."""
 _MOST_SHOWN: Final = 2**31 - 1
-"""Largest number of most fields of a status: what is read here is written again."""
+"""Largest valid number in most fields of a status. Larger numbers are dropped, because every value that is
+read here is written again."""
 _MOST_VALUE: Final = 1e15
 MAX_HOSTS: Final = 8
-"""Hosts that are remembered for their faults: a node that avoids more of them might fit nowhere."""
+"""Maximum number of hosts with faults that are stored. A node that avoids more hosts might fit on no host."""
 REMEMBERED_SECONDS: Final = 24 * 3600.0
-"""Time for which a host is avoided after its last fault: long enough for a person to look at it, short enough
-that one that was mended, or replaced under its name, comes back by itself."""
+"""Time for which a host is avoided after its last fault. It is long enough for a person to inspect the host,
+and short enough that a repaired host, or a new host with the same name, is used again without action."""
 
 
 @dataclass(frozen=True)
 class EndRecord:
-    """One pod's end, as the status lists it. ``at``: seconds since 1970."""
+    """One pod's end, as listed in the status. ``at``: seconds since 1970."""
 
     pod: str
     cause: str
@@ -65,7 +66,7 @@ class EndRecord:
 
 @dataclass(frozen=True)
 class LastFailure:
-    """The newest failure and its root cause. ``rank`` and ``step`` are None where nothing reported them."""
+    """The newest failure and its root cause. ``rank`` and ``step`` are None if they were not reported."""
 
     cause: str
     node: int | None
@@ -78,7 +79,7 @@ class LastFailure:
 
 @dataclass(frozen=True)
 class RecordedFinish:
-    """How the run ended: phase Complete or Failed."""
+    """How the run ended. ``phase``: Complete or Failed. ``at``: seconds since 1970."""
 
     phase: Phase
     reason: str
@@ -88,13 +89,12 @@ class RecordedFinish:
 
 @dataclass(frozen=True)
 class Budget:
-    """Failures in a row without progress. Times in seconds since 1970.
+    """Consecutive failures without progress. Times are in seconds since 1970.
 
-    ``step`` and ``checkpoint_step``: the newest that were finished before the last failure. ``since``: the
-    first answer of a coordinator from after it, as its pod's attempt and its steps of progress; None while
-    there is no such answer, and nothing counts as progress.
-    ``short_lives``: free ends in a row of pods that had hardly begun. No replacement is made before
-    ``retry_at``.
+    ``step``, ``checkpoint_step``: the newest step and checkpoint before the last failure. ``since``: the
+    first status of a coordinator after the failure, as its pod's attempt and its steps of progress; None if
+    there is no such status yet, and then no step counts as progress. ``short_lives``: consecutive ends that
+    cost no failure, of pods that had just started. ``retry_at``: no replacement is created before this time.
     """
 
     failures: int = 0
@@ -108,13 +108,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class HostFaults:
-    """Ends of pods whose cause is a host or a moment, not the run. Times in seconds since 1970.
+    """Ends of pods that were caused by a host or a transient problem, not by the run.
 
-    ``hosts``: number of faults of each host; the host of the last fault comes last. ``seen``: when each of
-    them failed last; one that is missing, as in the status of an older release, did at ``at``. ``nodes``:
-    those that have not been well since their fault; they get no pod before ``retry_at``. ``in_a_row``: faults
-    since all nodes were well. ``at``: creation time of the youngest pod that existed when the last fault was
-    counted.
+    Times are in seconds since 1970. ``hosts``: number of faults of each host; the host of the last fault
+    comes last.
+    ``seen``: time of each host's last fault; a missing host, for example in the status of an older release,
+    has the time ``at``. ``nodes``: nodes that have not recovered since their fault; they get no pod before
+    ``retry_at``. ``in_a_row``: faults since all nodes were healthy. ``at``: creation time of the youngest pod
+    that existed when the last fault was counted.
     """
 
     hosts: tuple[tuple[str, int], ...] = ()
@@ -126,7 +127,7 @@ class HostFaults:
 
     @property
     def avoided(self) -> tuple[str, ...]:
-        """Hosts that new pods should keep away from."""
+        """Hosts that new pods should avoid."""
         return tuple(host for host, _ in self.hosts)
 
 
@@ -140,10 +141,11 @@ class RecordedInputError:
 
 @dataclass(frozen=True)
 class Coordinator:
-    """The newest coordinator pod that was made (-1: none so far), and its counters as last read.
+    """The newest coordinator pod that was created, and its counters at the last reading.
 
-    ``is_recorded``: its end is counted. ``is_queued``: Kueue admits no coordinator without a queue.
-    ``restarts`` and ``lost_seconds``: counters that begin at 0 with each coordinator pod.
+    ``attempt``: -1 if none was created yet. ``is_recorded``: its end is counted. ``is_queued``: Kueue admits
+    no coordinator without a queue. ``restarts``, ``lost_seconds``: counters that start at 0 with each
+    coordinator pod.
     """
 
     attempt: int = -1
@@ -156,10 +158,12 @@ class Coordinator:
 
 @dataclass(frozen=True)
 class RecordedTraining:
-    """The training itself, as last known. Times in seconds since 1970.
+    """The last known state of the training. Times are in seconds since 1970.
 
-    ``updated_at``: when the step last changed; ``checkpoint_at``: when the newest checkpoint was first
-    reported. ``failed_saves``: in a row; ``save_trouble`` and ``save_message``: why the last of them failed.
+    ``updated_at``: when the step last changed. ``checkpoint_at``: when the newest checkpoint was first
+    reported.
+    ``failed_saves``: number of consecutive failed saves. ``save_trouble``, ``save_message``: why the last
+    save failed.
     """
 
     generation: int | None = None
@@ -179,20 +183,26 @@ class RecordedTraining:
 
 @dataclass(frozen=True)
 class Memory:
-    """The part of a run's status that decisions rest on. Times in seconds since 1970.
+    """The part of a run's status on which decisions are based. Times are in seconds since 1970.
 
-    ``attempts[i]``: highest attempt made of node i, -1 for none. ``recorded``: nodes whose newest attempt's
-    end is counted. ``restart``: how often ``restartNonce`` or other settings have restarted the run;
-    ``restart_nonce``, ``settings_hash``: those acted upon. ``stop_reason``: why the run itself has stopped,
-    empty if it has not. ``has_formed``: a group has been up since the run was started, resumed or restarted.
-    ``input_errors``: the exit codes 64 before that. ``given_back``: how often a run below its minimum has
-    given its pods back since it trained last; none is made before ``come_again_at``. ``gang``: number of the
-    newest group of nodes that a queue admits together, -1 for none; it only grows. ``min_nodes`` (that of the
-    spec), ``phase``, ``reason`` and ``message``: as last shown.
-    ``image``: as the run asks for it; ``image_id``: as the kubelet names it in the first pod of this restart;
-    ``image_pin``: the same by digest, where later pods ask for that. ``told_changes``: hash of the edited
-    fields that an event named last. ``profile``: names of the profiles that the run began with;
-    ``profile_note``: their content.
+    ``attempts``: ``attempts[i]`` is the highest attempt created for node i, -1 if none.
+    ``recorded``: nodes for which the end of the newest attempt is counted.
+    ``restart``: number of restarts by ``restartNonce`` or by a change of settings.
+    ``restart_nonce``, ``settings_hash``: the values that the last restart used.
+    ``stop_reason``: why the run stopped on request; empty if it did not.
+    ``has_formed``: a group has formed since the run was started, resumed or restarted.
+    ``input_errors``: exits with code 64 before a group formed.
+    ``given_back``: how many times a run below its minimum has given its pods back since it last trained.
+    ``come_again_at``: no pod is created before this time.
+    ``gang``: number of the newest group of nodes that a queue admits together, -1 if none. It never
+    decreases.
+    ``min_nodes`` (of the spec), ``phase``, ``reason``, ``message``: as last shown.
+    ``image``: the image that the run requests.
+    ``image_id``: the image that the kubelet reported for the first pod of this restart.
+    ``image_pin``: the image by digest; empty if later pods use ``image``.
+    ``told_changes``: hash of the edited fields that the last event listed.
+    ``profile``: names of the profiles with which the run began.
+    ``profile_note``: the content of these profiles.
     """
 
     is_known: bool = False
@@ -236,35 +246,38 @@ class Memory:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run has ended well."""
+        """Whether the run has ended with phase Complete."""
         return self.finish is not None and self.finish.phase == Phase.COMPLETE
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the run itself has stopped, and waits for a person to resume it."""
+        """Whether the run was stopped on request and waits until a person resumes it."""
         return bool(self.stop_reason)
 
     def attempt_of(self, index: int) -> int:
-        """Return the highest attempt made of a node, -1 for none."""
+        """Return the highest attempt created for a node; -1 if there is none."""
         return self.attempts[index] if index < len(self.attempts) else -1
 
     def has_recorded(self, index: int, attempt: int) -> bool:
-        """Whether the end of a node's attempt is counted, or belongs to the past."""
+        """Return whether the end of a node's attempt is counted or there is a newer attempt."""
         newest = self.attempt_of(index)
         return attempt < newest or (attempt == newest and index in self.recorded)
 
 
 _TOGETHER_SECONDS: Final = 30.0
-"""Time between the ends of a node's pod and of the coordinator that count as one incident, such as the drain
-of the host that both were on: the marks of such an incident come within seconds."""
+"""Maximum time between the ends of a node's pod and of the coordinator that count as one incident, for
+example the drain of a host on which both ran. The pods of such an incident end within seconds."""
 _FROM_OUTSIDE: Final = frozenset(
     {PodCause.NODE_LOST, PodCause.PREEMPTED, PodCause.EVICTED, PodCause.DELETED}
 )
 
 
 def count_restart(memory: Memory, end: EndRecord) -> Memory:
-    """Write down one end and count it as a restart. The coordinator's loss counts only by itself: a node's
-    pod that went in the same incident is the restart."""
+    """Return the memory with one more end, counted as a restart.
+
+    The loss of the coordinator counts only if no node's pod was lost in the same incident. Otherwise only the
+    node's pod counts.
+    """
     near = [one for one in memory.ends if abs(end.at - one.at) <= _TOGETHER_SECONDS]
     coordinators = [one for one in near if one.cause == PodCause.COORDINATOR_LOST]
     nodes = [one for one in near if one.cause in _FROM_OUTSIDE]
@@ -273,7 +286,7 @@ def count_restart(memory: Memory, end: EndRecord) -> Memory:
     is_counted = end.cause != PodCause.COORDINATOR_LOST or not nodes
     if is_counted:
         restarts[end.cause] = restarts.get(end.cause, 0) + 1
-    # The coordinator's end was seen first, and counted.
+    # If the coordinator's end was observed and counted first, take that count back.
     lost = restarts.get(PodCause.COORDINATOR_LOST, 0)
     if end.cause in _FROM_OUTSIDE and coordinators and not nodes and lost:
         restarts[PodCause.COORDINATOR_LOST] = lost - 1
@@ -283,7 +296,7 @@ def count_restart(memory: Memory, end: EndRecord) -> Memory:
 
 
 def begin_anew(memory: Memory) -> Memory:
-    """Forget what a pause ends: time and budget begin anew, and faults of hosts are kept."""
+    """Return the memory after a pause: time and budget are reset, and faults of hosts are kept."""
     faults = memory.faults
     return replace(
         memory,
@@ -298,9 +311,10 @@ def begin_anew(memory: Memory) -> Memory:
 
 
 def add_hosts(memory: Memory, hosts: Sequence[str]) -> Memory:
-    """Return the memory with hosts that other runs have had trouble with, for the plan of new pods alone.
+    """Return the memory with hosts that caused failures of other runs. Use it only to plan new pods.
 
-    The run's own count more: they come last, and stay where there are too many.
+    The run's own hosts take precedence: they come last, and are kept if there are more than ``MAX_HOSTS``
+    hosts.
     """
     known = dict(memory.faults.hosts)
     further = [(host, 0) for host in hosts if host not in known]
@@ -311,13 +325,14 @@ def add_hosts(memory: Memory, hosts: Sequence[str]) -> Memory:
 
 
 def parse_memory(status: Mapping[str, Any]) -> Memory:
-    """Return the memory in a run's ``status``. Values that are missing or not understood count as unknown."""
-    # Texts under ``memory`` are the operator's own. All others are shown to people, and read back here.
+    """Return the memory in a run's ``status``. Values that are missing or not valid count as unknown."""
+    # Texts under ``memory`` are only for the operator. All other fields are shown to users and read back
+    # here.
     conditions = tuple(get_maps(status, "conditions"))
     notes = get_map(status, "memory")
     gang = unpack_counts(get_text(notes, "gang"), most=MAX_ATTEMPT) or (-1,)
     given_back = unpack_counts(get_text(notes, "givenBack"), most=LATEST) or (0,)
-    # An older release noted only that the run had stopped, which then was always on request.
+    # Older releases stored only that the run had stopped, which was always on request.
     stopped = get_text(notes, "stopped")
     stop_reason = Reason.STOPPED.value if stopped == "true" else stopped
     if stop_reason not in (Reason.STOPPED, Reason.NON_FINITE):
@@ -357,7 +372,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         given_back=max(0, given_back[0]),
         come_again_at=float(max(0, given_back[-1])),
         input_errors=_parse_input_errors(unpack_mapping(get_text(notes, "inputErrors"))),
-        # An older release did not note it; a phase Running says the same.
+        # Older releases did not store this. The phase Running shows that a group has formed.
         has_formed=notes.get("formed") == "true" or status.get("phase") == Phase.RUNNING,
         last_failure=_parse_failure(get_map(status, "lastFailure")),
         ends=tuple(map(_parse_end, get_maps(status, "attempts")[-MAX_ENDS:])),
@@ -365,7 +380,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         preparation=parse_preparation(*preparation),
         evaluation=parse_evaluation(*evaluation),
         usage=parse_notes(notes),
-        gang=gang[-1],  # an older release wrote the group's size before its number
+        gang=gang[-1],  # older releases wrote the group's size before its number
         phase=get_text(status, "phase"),
         reason=get_text(status, "reason"),
         message=get_text(status, "message"),
@@ -391,7 +406,7 @@ def _parse_finish(
         is_final = kind in (Condition.COMPLETE, Condition.FAILED)
         if not is_final or condition.get("status") != "True":
             continue
-        # A status that an earlier release or a person wrote may lack the completion time.
+        # A status written by an earlier release or a person may lack the completion time.
         moved_at = parse_time(condition.get("lastTransitionTime"))
         at = parse_time(status.get("completionTime")) or moved_at
         return RecordedFinish(
@@ -438,14 +453,17 @@ def _parse_since(raw: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def parse_hosts(text: str) -> dict[str, float]:
-    """Return when each host has failed a run last, from ``memory.hostFaults`` of the run's status."""
+    """Return the time of each host's last fault, in seconds since 1970.
+
+    ``text``: the value of ``memory.hostFaults`` in a run's status.
+    """
     faults = _parse_faults(unpack_mapping(text), "")
     times = dict(faults.seen)
     return {host: times.get(host, faults.at) for host in faults.avoided}
 
 
 def _parse_faults(raw: Mapping[str, Any], nodes: str) -> HostFaults:
-    # The newest come last, and are the ones that are kept.
+    # The newest faults come last; keep them.
     hosts = dict(get_hosts(raw, "hosts", most=MAX_ATTEMPT)[-MAX_HOSTS:])
     seen = dict(get_hosts(raw, "seen", most=LATEST))
     return HostFaults(
@@ -501,7 +519,7 @@ def _parse_training(status: Mapping[str, Any]) -> RecordedTraining:
 
 
 def _parse_counters(raw: Mapping[str, Any]) -> dict[str, int]:
-    # Bounded, since every value that is read here is written again.
+    # Limit the number and size of the counters, because every value that is read here is written again.
     found: dict[str, int] = {}
     for key in raw:
         value = get_natural(raw, key, most=MAX_ATTEMPT)

@@ -1,4 +1,4 @@
-"""Raw objects of a run → one Observation, on which every decision rests. Pure."""
+"""Builds the Observation of a run from raw objects. Every decision is based on an Observation. Pure."""
 
 import hashlib
 import json
@@ -25,27 +25,29 @@ from evergrad_operator.core.observe.preparation import PreparationReport
 from evergrad_operator.core.observe.spec import ParsedRun
 
 PreviousStatus = Memory
-"""The typed view of ``status``: what the operator wrote there is what it remembers."""
+"""The typed view of ``status``. The operator has no other memory than the status that it wrote."""
 ChildKey = tuple[str, str]
-"""Kind and name."""
+"""Kind and name of a child."""
 NAME_TAKEN: Final = "NameTaken"
 NAME_LEFT: Final = "NameLeft"
-"""The name is taken by an object that an earlier run of this name has left without an owner."""
-"""Reason of an ApplyFailure: an object of that name exists, and is not the run's."""
+"""Reason of an ApplyFailure: the name is taken by an ownerless object of an earlier run with the same name.
+
+The reason NameTaken means that an object with this name exists and does not belong to the run.
+"""
 NAME_LEAVING: Final = "NameLeaving"
-"""Reason of an ApplyFailure: an object of an older run of the same name is there, and about to go."""
+"""Reason of an ApplyFailure: an object of an older run with the same name exists and is being deleted."""
 BOUNDS_NOT_TAKEN: Final = "BoundsNotTaken"
-"""Reason of an ApplyFailure: the coordinator did not take new bounds."""
+"""Reason of an ApplyFailure: the coordinator did not accept new bounds."""
 MAX_RECORD: Final = 4096
-"""Longest record of a run on a PVC, in characters."""
+"""Maximum length of a run's record on a PVC, in characters."""
 
 
 @dataclass(frozen=True)
 class ApplyFailure:
-    """A step that the API server refused at the last reconcile that tried.
+    """A request that failed at the last reconcile that sent it.
 
-    ``status``: HTTP, 0 without an answer. ``at``: seconds since 1970. ``verb``: create, apply, delete, get,
-    list, or post for a request to the coordinator.
+    ``status``: HTTP status code; 0 if there was no response. ``at``: seconds since 1970. ``verb``: create,
+    apply, delete, get or list; post for a request to the coordinator.
     """
 
     kind: str
@@ -58,18 +60,18 @@ class ApplyFailure:
 
 
 UNREACHABLE_SECONDS: Final = 60.0
-"""Silence after which a coordinator is called unreachable: starting it takes a few seconds."""
+"""Time without an answer after which a coordinator counts as unreachable. A start takes a few seconds."""
 
 
 @dataclass(frozen=True)
 class Silence:
-    """A followed coordinator that does not answer. ``seconds``: since the first poll that failed after its
-    last answer.
+    """A polled coordinator that does not answer.
 
-    ``attempt``: of its pod. ``reason``: a Reason. ``message``: how the last poll failed. ``has_answered``: it
-    did before. ``has_timed_out``: nothing came back; where a connection was refused, its host is alive and
-    the kubelet starts it again. ``is_alone``: most coordinators answer, so that it is not the operator that
-    is cut off.
+    ``seconds``: time since the first failed poll after its last answer. ``attempt``: attempt of its pod.
+    ``reason``: a Reason. ``message``: how the last poll failed. ``has_answered``: True if it answered before.
+    ``has_timed_out``: True if there was no response at all. If a connection is refused, the host is alive and
+    the kubelet restarts the coordinator. ``is_alone``: True if most other coordinators answer, which shows
+    that the operator's network works.
     """
 
     attempt: int
@@ -82,7 +84,7 @@ class Silence:
 
     @property
     def text(self) -> str:
-        """The silence in words, with what to do."""
+        """A message about the silence, with the remedy."""
         if self.reason == names.Reason.COORDINATOR_UNAUTHORIZED:
             return self.message
         remedy = (
@@ -94,7 +96,7 @@ class Silence:
 
 @dataclass(frozen=True)
 class VolumeRecord:
-    """A run's record on a PVC: its folder and recipe. ``created_at``: seconds since 1970, 0 where unknown."""
+    """A run's record on a PVC: its folder and recipe. ``created_at``: seconds since 1970, 0 if unknown."""
 
     run: str
     path: str
@@ -109,10 +111,10 @@ class VolumeRecord:
 class ClaimState:
     """The run's PVC.
 
-    ``records``: by name of the run. ``spec``: what we would apply again, as it stands there.
-    ``created_at``: seconds since 1970, None where unknown. ``dropped_unfinished``: records of runs that were
-    not complete and for which there was no room. ``resource_version``: empty where unknown. ``is_ours``: an
-    operator made it, by its labels.
+    ``records``: records by name of the run. ``spec``: the current values of the spec fields that the operator
+    applies. ``created_at``: seconds since 1970, None if unknown. ``dropped_unfinished``: number of records of
+    incomplete runs that were dropped for lack of room. ``resource_version``: empty if unknown. ``is_ours``:
+    True if the labels show that an operator created the claim.
     """
 
     name: str
@@ -129,9 +131,9 @@ class ClaimState:
 
 @dataclass(frozen=True)
 class Other:
-    """Another run whose folder on the same PVC overlaps.
+    """Another run whose folder on the same PVC overlaps with this run's folder.
 
-    ``is_out``: it was refused, so it keeps nothing there.
+    ``is_out``: True if the other run was refused, so that it stores no files there.
     """
 
     name: str
@@ -143,10 +145,10 @@ class Other:
 
 @dataclass(frozen=True)
 class AppliedSettings:
-    """The settings that a run's pods were given, as its ConfigMap has them.
+    """The settings of a run's pods, read from the run's ConfigMap.
 
-    ``hash``: of the settings that all nodes must share. ``changes``: every field that differs in the run now,
-    as "path: old → new".
+    ``hash``: hash of the settings that all nodes must share. ``changes``: every field that differs from the
+    run's current spec, as "path: old → new".
     """
 
     hash: str
@@ -154,14 +156,15 @@ class AppliedSettings:
 
     @property
     def changes_hash(self) -> str:
-        """Hash of the changes, by which a later pass knows that an event named them; empty for none."""
+        """Hash of the changes, so that a later pass can detect that an event listed them; empty if there are
+        none."""
         text = "\n".join(self.changes)
         return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One run with all that belongs to it, at one moment."""
+    """One run with all its objects, at one point in time."""
 
     run: ParsedRun
     status: PreviousStatus
@@ -170,40 +173,41 @@ class Observation:
     claim: ClaimState | None
     others: tuple[Other, ...]
     hashes: Mapping[ChildKey, str]
-    """Applied hash of each live child that is not a pod."""
+    """Hash of the applied manifest of each existing child that is not a pod."""
     progress: CoordinatorStatus | None
     failures: tuple[ApplyFailure, ...]
     claim_users: frozenset[str] | None = None
-    """Names of all runs that keep their files on the claim or mount it; None where they are not known."""
+    """Names of all runs that store files on the claim or mount it; None if unknown."""
     silence: Silence | None = None
     applied: AppliedSettings | None = None
-    """None but for a run that has been edited since its last status and whose ConfigMap can be read."""
+    """None unless the run was edited after its last status and its ConfigMap can be read."""
     preparations: tuple[PodState, ...] = ()
     report: PreparationReport | None = None
-    """The answer of the pod that prepares the data."""
+    """The status that the pod that prepares the data reports."""
     evaluations: tuple[PodState, ...] = ()
     group_kind: Kind | None = None
-    """The PodGroup that the installation's gangs are made of; None where the API server has none."""
+    """The kind of PodGroup that the installation uses; None if the API server does not have it."""
     group_priority: str = ""
-    """The priority class that the run's PodGroup was made with."""
+    """The priority class with which the run's PodGroup was created."""
     group_restart: int = 0
-    """The restart of the run at which its PodGroup was made."""
+    """The restart of the run at which its PodGroup was created."""
     troubled_hosts: tuple[str, ...] = ()
-    """Hosts that have lately failed several runs of the installation."""
+    """Hosts that recently caused failures of several runs of the installation."""
     leftovers: tuple[str, ...] = ()
-    """Names of pods that an earlier run of this name has left: its deletion with ``--cascade=orphan`` took
-    their owner from them."""
+    """Names of pods that an earlier run with the same name left behind. The deletion of that run with
+    ``--cascade=orphan`` removed their owner."""
     gone: tuple[tuple[PodState, float], ...] = ()
-    """Pods that were deleted a moment ago, as they were last, and the seconds since then."""
+    """Recently deleted pods in their last state, each with the seconds since its deletion."""
     leaving_since: Mapping[str, float] = field(default_factory=dict)
-    """When this process first saw each pod being deleted, in seconds since 1970, by uid."""
+    """Time at which this process first observed the deletion of each pod, in seconds since 1970, by uid."""
     is_answer_new: bool = True
-    """Whether the coordinator's answer was asked for after the newest end of a node's pod was seen. An older
-    answer may lack steps that were finished before the end."""
+    """Whether the coordinator was polled after the newest end of a node's pod was observed. An older status
+    may lack steps that were finished before the end."""
 
     @property
     def unreachable(self) -> Silence | None:
-        """The silence of the coordinator that serves the run now, if it has lasted."""
+        """The silence of the run's live coordinator if it has lasted ``UNREACHABLE_SECONDS``; None
+        otherwise."""
         silence, live = self.silence, self.live_coordinator
         if silence is None or live is None or live.attempt != silence.attempt:
             return None
@@ -211,13 +215,13 @@ class Observation:
 
     @property
     def is_coordinator_stranded(self) -> bool:
-        """Whether Kueue holds the coordinator in another queue than the run names by now, or in none."""
+        """Whether Kueue holds the coordinator in no queue, or in a queue that the run no longer names."""
         live = self.live_coordinator
         return live is not None and live.place.is_stranded(self.run.queue)
 
     @property
     def live_coordinator(self) -> PodState | None:
-        """The newest coordinator pod that serves or will."""
+        """The newest coordinator pod that runs or may still start; None if there is none."""
         return max(
             (pod for pod in self.coordinators if pod.is_live),
             key=lambda pod: pod.attempt,
@@ -234,14 +238,15 @@ def observe(
     progress: CoordinatorStatus | None = None,
     failures: Sequence[ApplyFailure] = (),
 ) -> Observation:
-    """Observe a run. ``others``: runs of the namespace. ``children``: live objects by kind and name.
+    """Build the observation of a run.
 
-    Pods of other owners, runs on other PVCs and records that cannot be read are passed over.
+    ``pods``, ``others``: raw pods and runs of the namespace. ``children``: existing objects by kind and name.
+    Pods of other owners, runs on other PVCs and records that cannot be read are skipped.
     """
     children = children or {}
     claim = children.get(("PersistentVolumeClaim", run.claim_name))
 
-    # A pod is the run's by its label and its owner, so that those of an older namesake are not taken over.
+    # Check the label and the owner, so that pods of an older run with the same name are not adopted.
     labelled = [
         raw
         for raw in pods
@@ -259,7 +264,7 @@ def observe(
         if pod.role == names.ROLE_NODE
     )
 
-    # The claim may be the user's, and have no owner.
+    # Accept the claim without an owner, because the user may have created it.
     hashes = {
         key: get_text(get_map(raw, "metadata", "annotations"), names.ANNOTATION_HASH)
         for key, raw in children.items()
@@ -282,16 +287,19 @@ def observe(
         preparations=tuple(pod for pod in states if pod.role == names.ROLE_PREPARATION),
         evaluations=tuple(pod for pod in states if pod.role == names.ROLE_EVALUATION),
         group_priority=get_text(group, names.ANNOTATION_GROUP_PRIORITY),
-        # Bounded, because anybody may set an annotation.
+        # Limit the length, because any client may set an annotation.
         group_restart=int(restart) if restart.isdecimal() and len(restart) < 10 else 0,
     )
 
 
 def is_left_behind(run: str, raw: Mapping[str, Any]) -> bool:
-    """Whether an object was an earlier run's of this name and has no owner any more: no garbage collector
-    takes it."""
+    """Return whether an object belonged to an earlier run with this name and has no owner any more.
+
+    The garbage collector does not delete such an object.
+    """
     metadata, labels = get_map(raw, "metadata"), get_map(raw, "metadata", "labels")
-    # A label alone may be anybody's: all that the operator makes has both.
+    # Require both labels, which all objects of the operator have. A single label may come from another
+    # client.
     is_ours = labels.get(names.LABEL_MANAGED_BY) == names.MANAGED_BY
     return (
         is_ours
@@ -303,7 +311,7 @@ def is_left_behind(run: str, raw: Mapping[str, Any]) -> bool:
 def observe_gone(
     run: ParsedRun, gone: Sequence[tuple[Mapping[str, Any], float]]
 ) -> tuple[tuple[PodState, float], ...]:
-    """Return the run's own of the pods that were deleted a moment ago, with the seconds since then."""
+    """Return the run's pods among the recently deleted pods, each with the seconds since its deletion."""
     return tuple(
         (state, ago)
         for raw, ago in gone
@@ -312,7 +320,7 @@ def observe_gone(
 
 
 def build_record(record: VolumeRecord) -> str:
-    """Return a run's record as the PVC carries it: compact JSON."""
+    """Return a run's record as it is stored on the PVC, in compact JSON."""
     content = {
         "path": record.path,
         "recipe": record.recipe,
@@ -329,7 +337,7 @@ def build_record(record: VolumeRecord) -> str:
 
 
 def _parse_claim(raw: Mapping[str, Any]) -> ClaimState:
-    """Parse a PVC with the records that runs have left on it."""
+    """Parse a PVC and the records of runs in its annotations."""
     metadata, spec = get_map(raw, "metadata"), get_map(raw, "spec")
     annotations = {
         key: value
@@ -344,7 +352,7 @@ def _parse_claim(raw: Mapping[str, Any]) -> ClaimState:
             if record is not None:
                 records[run] = record
 
-    # Other fields are the API server's own: applying them again could change the claim.
+    # Keep only these fields. The API server sets the others, and applying them again could change the claim.
     kept = ("accessModes", "resources", "storageClassName")
     return ClaimState(
         name=get_text(metadata, "name"),
@@ -361,7 +369,7 @@ def _parse_claim(raw: Mapping[str, Any]) -> ClaimState:
 
 
 def is_claim_ours(raw: Mapping[str, Any]) -> bool:
-    """Whether an operator made this raw claim, by its labels."""
+    """Return whether the labels of this raw claim show that an operator created it."""
     labels = get_map(raw, "metadata", "labels")
     is_managed = labels.get(names.LABEL_MANAGED_BY) == names.MANAGED_BY
     return is_managed and names.LABEL_RUN in labels
@@ -370,35 +378,36 @@ def is_claim_ours(raw: Mapping[str, Any]) -> bool:
 def is_deleted_with(
     run: ParsedRun, live: ClaimState | None, users: frozenset[str] | None
 ) -> bool:
-    """Return whether the run shall own its PVC, so that the garbage collector deletes it with the run.
+    """Return whether the run should own its PVC, so that the garbage collector deletes it with the run.
 
-    ``users``: names of the runs that keep their files there or mount it, None if they are not known.
+    ``users``: names of the runs that store files on the PVC or mount it; None if unknown. False if unknown,
+    because the PVC may contain the data of other runs.
     """
     storage = run.spec.storage
     if storage.when_deleted != "Delete" or storage.claim_name is not None or live is None:
         return False
-    # Any other claim was made by somebody else, or for an earlier run of this name. One of an earlier release
-    # does not say whom it was made for: it stays owned, and is never owned later.
+    # Own only a claim that was created for this run. An earlier release did not record for which run it
+    # created a claim: such a claim stays owned if it is owned already, and is not owned otherwise.
     made_for = live.annotations.get(names.ANNOTATION_MADE_FOR)
     is_made_for_it = made_for == run.uid
     if made_for is None and live.annotations.get(names.ANNOTATION_DELETED_WITH) == run.uid:
         is_made_for_it = live.created_at is not None and live.created_at >= run.created_at
-    # Data of other runs do not go with this one.
+    # Do not delete the data of other runs together with this run.
     others = {*live.records, *(users or ())} - {run.name}
     return is_made_for_it and users is not None and not others
 
 
 def _parse_count(text: str) -> int:
-    """Return the number in an annotation; 0 for a text that is not one."""
-    # Bounded, because anybody may set an annotation.
+    """Return the number in an annotation; 0 if the text is not a number."""
+    # Limit the length, because any client may set an annotation.
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
 @lru_cache(maxsize=8192)
 def _parse_record(run: str, text: str) -> VolumeRecord | None:
-    """Parse a record; None for a text that is none.
+    """Parse a record; return None if the text is not a valid record.
 
-    Cached, because each pass of each run on a claim reads the records of all others there.
+    Results are cached, because each pass of each run reads the records of all runs on the same claim.
     """
     try:
         raw = json.loads(text) if len(text) <= MAX_RECORD else None
@@ -409,7 +418,7 @@ def _parse_record(run: str, text: str) -> VolumeRecord | None:
     epoch, complete = get_natural(raw, "epoch", most=names.MAX_EPOCH), raw.get("complete")
     end: dict[str, Any] | None = None
     if isinstance(complete, dict):
-        # It goes into the run's status, without what cannot be read of it.
+        # Keep only the fields that can be read, because they are copied to the run's status.
         at, step = complete.get("at"), get_natural(complete, "step")
         end = {} if parse_time(at) is None else {"at": at}
         end |= {} if step is None else {"step": step}
@@ -425,8 +434,9 @@ def _parse_record(run: str, text: str) -> VolumeRecord | None:
 
 
 def _parse_other(raw: Mapping[str, Any], run: ParsedRun) -> Other | None:
-    """Parse another run; None where its folder does not overlap with this one's."""
-    # Only names, place and age are read, so that another run's mistakes are not this one's.
+    """Parse another run; return None if its folder does not overlap with this run's folder."""
+    # Read only the names, the folder and the age, so that errors in another run's spec do not affect this
+    # run.
     metadata = get_map(raw, "metadata")
     name = get_text(metadata, "name")
     claim, path = find_place(raw)
@@ -435,7 +445,7 @@ def _parse_other(raw: Mapping[str, Any], run: ParsedRun) -> Other | None:
     if claim != run.claim_name or not overlap(path, run.volume_path):
         return None
 
-    # A run that was refused for its folder keeps nothing there.
+    # A run that was refused because of its folder stores no files there.
     finish = parse_memory(get_map(raw, "status")).finish
     is_out = finish is not None and finish.reason == names.Reason.OUTPUT_CONFLICT
     created = parse_time(metadata.get("creationTimestamp")) or 0.0
@@ -449,20 +459,26 @@ def _parse_other(raw: Mapping[str, Any], run: ParsedRun) -> Other | None:
 
 
 def find_place(raw: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the claim that a raw run keeps its files on, and the folder there."""
+    """Return the claim on which a raw run stores its files, and the folder on it.
+
+    For example, ("shared", "team/run-1").
+    """
     path = get_text(get_map(raw, "spec", "storage"), "path")
     path = path or get_text(get_map(raw, "metadata"), "name")
-    # Two spellings of one folder must not pass for two folders.
+    # Normalize the path, so that two spellings of one folder compare as equal.
     parts = [part for part in path.split("/") if part not in ("", ".")]
     return claims_of(raw).storage, "/".join(parts)
 
 
 def overlap(one: str, other: str) -> bool:
-    """Whether two folders are the same, or one lies in the other."""
+    """Return whether two folders are the same, or one contains the other.
+
+    For example, "a/b" overlaps with "a" but not with "a/bc".
+    """
     return one == other or one.startswith(f"{other}/") or other.startswith(f"{one}/")
 
 
 def owns(uid: str, raw: Mapping[str, Any]) -> bool:
-    """Whether the object belongs to the run of this uid; one that only has the right name does not."""
+    """Return whether the object's owner is the run with this uid. A matching name is not enough."""
     owners = get_maps(get_map(raw, "metadata"), "ownerReferences")
     return any(one.get("uid") == uid for one in owners)

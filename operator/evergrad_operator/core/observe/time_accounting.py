@@ -1,19 +1,19 @@
-"""Counts the time of a run's pods by use, in pod-milliseconds, from values. Pure.
+"""Counts the time of a run's pods by use, in pod-milliseconds. Pure.
 
-A pod's time begins when it is created and ends with its container; each millisecond of it has one use:
+A pod's time begins when it is created and ends with its container. Each millisecond has one use:
 
 =======================================  =====================================================================
 state of a pod                           use
 =======================================  =====================================================================
 has no host                              queue
 has a host, and has not joined           startup; evaluation in a pod that evaluates
-has joined the coordinator's group       what the coordinator says that its nodes did, in proportion
+has joined the coordinator's group       the uses that the coordinator reports for its nodes, in proportion
 has joined, and the run is over          end
-has ended, or is gone                    none any more
+has ended, or no longer exists           none
 =======================================  =====================================================================
 
-A pass counts every open pod from the time of the pass before, and a new one from its creation. A status that
-was not written is counted again from the one that was, so that nothing counts twice.
+A pass counts every open pod from the time of the previous pass, and a new pod from its creation. If a status
+was not written, the next pass counts again from the last written status, so that no time counts twice.
 """
 
 import re
@@ -41,24 +41,25 @@ from evergrad_operator.core.objects.status_encoding import (
 )
 
 HOUR: Final = 3_600_000
-"""In milliseconds."""
+"""One hour in milliseconds."""
 USE_NAMES: Final[tuple[Use, ...]] = get_args(Use)
 _LETTERS: Final = re.compile(r"([ojc-])([0-9]{0,5})")
 _MOST_OTHERS: Final = 256
-"""Groups of pods that are no newest attempt of a node, in some 3 KiB of the status."""
+"""Maximum number of groups of pods that are not the newest attempt of a node; about 3 KiB of the status."""
 _LONGEST_NAME: Final = 63
 _MOST: Final = 10**15
-"""Larger counts are not believed."""
+"""Largest valid count, in milliseconds."""
 Counts = Mapping[Use, int]
 
 
 @dataclass(frozen=True)
 class PodLife:
-    """The life of one pod, in milliseconds since 1970. ``name``: without that of its run.
+    """The times of one pod, in milliseconds since 1970.
 
-    ``bound``: when it got a host; ``joined``: when its node could train first; ``ended``: None while it may
-    run. ``use``: its use on a host before it has joined. ``is_gone``: nobody will see it again once the
-    status is written.
+    ``name``: the pod's name without the name of its run. ``bound``: time at which it got a host; None before.
+    ``joined``: time at which its node could first train; None before. ``ended``: None while it may run.
+    ``use``: use of its time on a host before it joins. ``is_gone``: True if no later pass will observe the
+    pod.
     """
 
     name: str
@@ -73,13 +74,13 @@ class PodLife:
 
 @dataclass(frozen=True)
 class Reading:
-    """Counters of a coordinator, which begin at 0 with it. ``attempt``: of its pod."""
+    """Counters of a coordinator, which start at 0 with each coordinator. ``attempt``: attempt of its pod."""
 
     attempt: int
     counted: Counts
 
     def grown_since(self, earlier: "Reading") -> dict[Use, int]:
-        """Find what the coordinator has counted since it was read last."""
+        """Return the increase of each counter since the earlier reading; only counters that increased."""
         before = earlier.counted if earlier.attempt == self.attempt else {}
         grown = {use: amount - before.get(use, 0) for use, amount in self.counted.items()}
         return {use: amount for use, amount in grown.items() if amount > 0}
@@ -87,12 +88,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class PodTimeAccount:
-    """Time of a run's pods up to ``at``, milliseconds since 1970.
+    """Time of a run's pods up to ``at``, in milliseconds since 1970.
 
-    ``pods`` and ``accelerators``: milliseconds by use. ``pending``: the same two of pods that have joined,
-    whose use is not known yet; below 0 where a pod had ended before it was seen. ``seen``: the coordinator's
-    counters as last read. ``open``, ``joined`` and ``closed``: names of the pods that exist, by what was
-    counted of them.
+    ``pods``, ``accelerators``: pod-milliseconds and accelerator-milliseconds by use. ``pending``: both values
+    for joined pods whose use is not known yet; negative if a pod ended before its end was observed. ``seen``:
+    the coordinator's counters at the last reading. ``open``, ``joined``, ``closed``: names of existing pods
+    that are still counted, are counted as joined, or are completely counted.
     """
 
     at: int = 0
@@ -106,13 +107,15 @@ class PodTimeAccount:
 
     @property
     def pod_milliseconds(self) -> int:
-        """Time of all pods together."""
+        """Time of all pods together, in milliseconds."""
         return sum(self.pods.values())
 
     @property
     def wasted(self) -> float | None:
-        """Share of the time on hosts that no useful step, evaluation or save had; None before there was
-        any."""
+        """Share of the time on hosts (0 to 1) without a useful step, evaluation or save.
+
+        None if no pod has had a host yet.
+        """
         held = self.pod_milliseconds - self.pods.get(OFF_HOST, 0)
         if held <= 0:
             return None
@@ -127,10 +130,10 @@ def count(
     reading: Reading | None,
     fallback: Use | None = None,
 ) -> PodTimeAccount:
-    """Count the time up to ``now``.
+    """Return the account with the time up to ``now``, in milliseconds since 1970.
 
-    ``reading``: of the run's coordinator; None where it has not answered. ``fallback``: the use of pods that
-    have joined where no reading shall be waited for.
+    ``reading``: counters of the run's coordinator; None if it has not answered. ``fallback``: use for joined
+    pods if the account should not wait for a reading; None to wait.
     """
     now = max(now, usage.at)
     tally = _Tally(dict(usage.pods), dict(usage.accelerators), *usage.pending)
@@ -142,7 +145,7 @@ def count(
             for use, amount in _divide(life, since, until, has_joined=has_joined):
                 tally.add(use, amount, life.num_accelerators)
 
-    # The use of joined nodes is known once the coordinator has reported it.
+    # The use of joined nodes is known after the coordinator has reported it.
     weights = {} if reading is None else reading.grown_since(usage.seen)
     if not weights and fallback is not None:
         weights = {fallback: 1}
@@ -161,7 +164,7 @@ def count(
         if not life.is_gone and (life.ended is not None or life.name in usage.closed)
     }
     return PodTimeAccount(
-        # Without pods nothing is counted: a run at rest keeps its status as it is.
+        # Without pods, keep the old time, so that the status of a run without pods does not change.
         at=now if still_open or usage.open or closed != usage.closed else usage.at,
         pods=tally.pods,
         accelerators=tally.accelerators,
@@ -180,9 +183,10 @@ def count(
 def _divide(
     life: PodLife, since: int, until: int, *, has_joined: bool
 ) -> Iterable[tuple[Use | None, int]]:
-    """Divide the time from ``since`` to ``until`` by the pod's states; None for the use of one that has
-    joined."""
-    # One that had ended before a pass counted it as open gives back what was too much.
+    """Yield the time from ``since`` to ``until`` by use, in milliseconds; the use is None for a joined
+    pod."""
+    # If a pod ended before the last pass, which counted it as open, the difference is negative and corrects
+    # that.
     if until <= since or has_joined:
         yield None, until - since
         return
@@ -195,7 +199,7 @@ def _divide(
 
 @dataclass
 class _Tally:
-    """The counts of a pass while they are made."""
+    """The counts of the current pass."""
 
     pods: dict[Use, int]
     accelerators: dict[Use, int]
@@ -203,7 +207,7 @@ class _Tally:
     pending_accelerators: int
 
     def add(self, use: Use | None, amount: int, num_accelerators: int) -> None:
-        """Add the time of a pod; None for a use that is not known yet."""
+        """Add time of a pod in milliseconds. ``use``: None if the use is not known yet."""
         held = amount * num_accelerators
         if use is None:
             self.pending_pods += amount
@@ -214,7 +218,7 @@ class _Tally:
                 self.accelerators[use] = self.accelerators.get(use, 0) + held
 
     def settle(self, weights: Counts) -> None:
-        """Count what is pending by the weights; what is below 0 waits until other time makes up for it."""
+        """Distribute the pending time by the weights. Negative pending time waits for later positive time."""
         if self.pending_pods > 0:
             _add(self.pods, apportion(self.pending_pods, weights))
             self.pending_pods = 0
@@ -223,7 +227,10 @@ class _Tally:
             self.pending_accelerators = 0
 
     def take_back(self) -> None:
-        """Take what is pending below 0 out of the largest counts: no time will come to make up for it."""
+        """Subtract negative pending time from the largest counts.
+
+        Call this if no pod is open, because then no later time can compensate it.
+        """
         self.pending_pods = _take_back(self.pods, self.pending_pods)
         self.pending_accelerators = _take_back(self.accelerators, self.pending_accelerators)
 
@@ -246,7 +253,7 @@ def _take_back(counts: dict[Use, int], pending: int) -> int:
 
 @dataclass(frozen=True)
 class Price:
-    """Prices of an hour on a host; 0 for none."""
+    """Prices per hour on a host; 0 if there is no price."""
 
     accelerator_hour: float = 0.0
     pod_hour: float = 0.0
@@ -257,7 +264,7 @@ NO_PRICE: Final = Price()
 
 
 def show_usage(usage: PodTimeAccount, price: Price) -> dict[str, Any]:
-    """Build the part of the status that people read."""
+    """Build the part of the status for users, for example ``{"podHours": "1.50", "waste": "12%", …}``."""
     if not usage.pods:
         return {}
     held = sum(usage.accelerators.values()) / HOUR
@@ -278,7 +285,7 @@ def show_usage(usage: PodTimeAccount, price: Price) -> dict[str, Any]:
 
 
 def pack_usage(usage: PodTimeAccount) -> str:
-    """Pack the counters as one text."""
+    """Encode the counters as one text; empty if nothing was counted."""
     if not usage.at:
         return ""
     content = {
@@ -293,10 +300,11 @@ def pack_usage(usage: PodTimeAccount) -> str:
 
 
 def pack_pods(usage: PodTimeAccount, attempts: Sequence[int]) -> str:
-    """Pack the names of the pods, by what was counted of them: ``o`` open, ``j`` joined, ``c`` closed.
+    """Encode the names of the pods by state: ``o`` open, ``j`` joined, ``c`` closed.
 
-    First the newest attempt of each node, as letters with how often each comes: ``j3o-2c``; then all others:
-    nodes by attempt, ``o:0/0-3,7``, and other pods by their names.
+    The text starts with the states of the newest attempts of all nodes, run-length encoded: ``j3o-2c`` means
+    three joined nodes, one open node, two nodes without a pod and one closed node. The other pods follow:
+    nodes by attempt, such as ``o:0/0-3,7``, and other pods by name.
     """
     states = dict.fromkeys(usage.open, "o") | dict.fromkeys(usage.joined, "j")
     states |= dict.fromkeys(usage.closed, "c")
@@ -308,7 +316,7 @@ def pack_pods(usage: PodTimeAccount, attempts: Sequence[int]) -> str:
         letter if times == 1 else f"{letter}{times}" for letter, times in groups
     )
 
-    # Older attempts that still end, and pods that are no nodes: few.
+    # Then list the other pods, which are few: older attempts that are ending, and pods that are not nodes.
     others = []
     for state in "ojc":
         by_attempt: dict[str, set[int]] = {}
@@ -324,12 +332,13 @@ def pack_pods(usage: PodTimeAccount, attempts: Sequence[int]) -> str:
 
 
 def pack_notes(usage: PodTimeAccount, attempts: Sequence[int]) -> dict[str, str]:
-    """Pack the part of the status that only ``parse_notes`` reads. ``attempts``: the newest of each node."""
+    """Encode the part of the status that only ``parse_notes`` reads. ``attempts``: newest attempt of each
+    node."""
     return {"usage": pack_usage(usage), "usagePods": pack_pods(usage, attempts)}
 
 
 def parse_notes(notes: Mapping[str, Any]) -> PodTimeAccount:
-    """Parse the notes of a status, of which ``attempts`` is another."""
+    """Parse the account in the notes of a status, which also contain ``attempts``."""
     attempts = unpack_counts(get_text(notes, "attempts"), most=MAX_ATTEMPT)
     return parse_usage(get_text(notes, "usage"), get_text(notes, "usagePods"), attempts)
 
@@ -337,7 +346,10 @@ def parse_notes(notes: Mapping[str, Any]) -> PodTimeAccount:
 def parse_usage(
     counters: str, pods: str = "", attempts: Sequence[int] = ()
 ) -> PodTimeAccount:
-    """Parse the two texts, of the same status as ``attempts``; nothing is known of other texts."""
+    """Parse the two texts of ``pack_usage`` and ``pack_pods``, from the same status as ``attempts``.
+
+    Returns an empty account if ``counters`` is not valid.
+    """
     raw = unpack_mapping(counters)
     at = get_int(raw, "at", most=_MOST) or 0
     if at <= 0:
@@ -347,12 +359,12 @@ def parse_usage(
     listed = pending if isinstance(pending, list) else []
     amounts = [one for one in listed if to_int(one, most=_MOST) is not None]
 
-    # Names by state, as ``pack_pods`` writes them; the nodes under "-" have no pod.
+    # Collect names by state, as ``pack_pods`` writes them. Nodes under "-" have no pod.
     found: dict[str, set[str]] = {state: set() for state in "ojc-"}
     packed, *others = pods.split() or [""]
     index = 0
     for letter, times in _LETTERS.findall(packed):
-        # Nothing is read beyond the nodes that there are, whatever the text says.
+        # Never read more nodes than ``attempts`` has, even if the text contains larger counts.
         last = min(index + int(times or 1), len(attempts))
         found[letter] |= {f"{one}-{attempts[one]}" for one in range(index, last)}
         index = last
@@ -378,7 +390,7 @@ def parse_usage(
 
 
 def parse_counts(raw: Mapping[str, Any]) -> dict[Use, int]:
-    """Parse counts by use; others, and what is no count, are left out."""
+    """Parse counts by use in milliseconds. Unknown uses and values that are not valid counts are left out."""
     found = {use: get_int(raw, use, most=_MOST) for use in USE_NAMES}
     return {
         use: amount for use, amount in found.items() if amount is not None and amount >= 0
