@@ -29,11 +29,10 @@ PreviousStatus = Memory
 ChildKey = tuple[str, str]
 """Kind and name of a child."""
 NAME_TAKEN: Final = "NameTaken"
+"""Reason of an ApplyFailure: an object with this name exists and does not belong to the run."""
 NAME_LEFT: Final = "NameLeft"
-"""Reason of an ApplyFailure: the name is taken by an ownerless object of an earlier run with the same name.
-
-The reason NameTaken means that an object with this name exists and does not belong to the run.
-"""
+"""Reason of an ApplyFailure: the name is taken by an ownerless object of an earlier run with the same
+name."""
 NAME_LEAVING: Final = "NameLeaving"
 """Reason of an ApplyFailure: an object of an older run with the same name exists and is being deleted."""
 BOUNDS_NOT_TAKEN: Final = "BoundsNotTaken"

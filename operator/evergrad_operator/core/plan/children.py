@@ -1,4 +1,4 @@
-"""A decision → the whole set of objects to apply, create and delete."""
+"""Plans all objects to apply, create and delete for a decision."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -45,17 +45,17 @@ OWNED_KINDS: Final = (
     "NetworkPolicy",
     POD_GROUP,
 )
-"""Kinds of the children that are no pods, and not the PVC."""
+"""Kinds of the children other than pods and the PVC."""
 _SWITCHED: Final = ("PodDisruptionBudget", "NetworkPolicy")
-"""Those that an installation, or the phase of a run, switches on and off."""
+"""Kinds that the installation or the phase of a run switches on and off."""
 
 
 @dataclass(frozen=True)
 class Deletion:
     """One object to delete.
 
-    ``uid`` and ``resource_version``: preconditions, empty for none. ``grace_seconds``: None leaves it to the
-    object. ``version``: of a kind that several API groups have.
+    ``uid``, ``resource_version``: preconditions; empty for none. ``grace_seconds``: None uses the object's
+    own grace period. ``version``: API version, for a kind that exists in several API groups.
     """
 
     kind: str
@@ -70,10 +70,13 @@ class Deletion:
 class ObjectPlan:
     """The steps of a pass, in the order of the fields.
 
-    ``claim``: to apply, by ``claim_manager``, once the ``stale_records`` are off it. ``token``:
-    the run's Secret, to POST before any pod; that it exists already is as well. ``apply``: whole objects to
-    apply, by the operator's own manager. ``bounds``: for the coordinator. ``create``: pods to POST; that one
-    exists already means to observe again.
+    ``claim``: PVC to apply with the field manager ``claim_manager``, after ``stale_records`` are removed from
+    it.
+    ``token``: the run's Secret, to POST before any pod. It is no error if the Secret exists.
+    ``apply``: whole objects to apply with the operator's field manager.
+    ``bounds``: bounds to send to the coordinator.
+    ``delete``: objects to delete.
+    ``create``: pods to POST. If a pod exists already, the run has to be observed again.
     """
 
     claim: Object | None = None
@@ -87,23 +90,24 @@ class ObjectPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is to be done."""
+        """Whether there is nothing to do."""
         return not (self.claim or self.apply or self.bounds or self.delete or self.create)
 
 
 def plan_children(
     observation: Observation, decision: Decision, config: Config, *, token: str
 ) -> ObjectPlan:
-    """Plan everything that is to be applied, deleted and created for the decision, and nothing that is as it
-    should be already.
+    """Plan all objects to apply, delete and create for the decision. Objects that are up to date are left
+    out.
 
-    ``token``: the run's.
+    ``token``: the run's token.
     """
     run, live = observation.run, observation.claim
     claim: JsonObject | None = None
     stale_records = NOTHING_STALE
-    # A run that waits or is being deleted changes nothing on its volume. But one that only waits gives up a
-    # claim that is to stay: it may be deleted as it is, and nothing is lost if it takes the claim back later.
+    # A run that waits or is being deleted does not change its PVC, with one exception: a waiting run gives up
+    # the ownership of a claim that has to stay. Otherwise a deletion of the run would delete the claim. The
+    # run can own the claim again later.
     is_owned = is_deleted_with(run, live, observation.claim_users)
     mark = live.annotations.get(names.ANNOTATION_DELETED_WITH) if live is not None else None
     is_given_up = mark == run.uid and not is_owned and not run.is_deleting
@@ -112,7 +116,7 @@ def plan_children(
     if claim is not None:
         stale_records = find_stale_records(run, live, observation.claim_users)
 
-    # Applying an object is a write: one whose hash shows that nothing differs is left alone.
+    # Apply only objects whose hash has changed, because every apply is a write.
     is_running = decision.action == Action.RUN
     wanted = _build_wanted(observation, decision, config) if is_running else {}
     apply = tuple(
@@ -122,8 +126,8 @@ def plan_children(
         != child["metadata"]["annotations"][names.ANNOTATION_HASH]
     )
 
-    # Secrets are not watched: the Secret is made before pods are, whether it exists or not. A pod that has a
-    # host and does not run may wait for it, because somebody has deleted it.
+    # Secrets are not watched, so create the Secret before any pod, whether it exists or not. Also create it
+    # if a pod has a host and does not run, because the Secret may have been deleted.
     create = tuple(
         pass_labels(pod, run, config)
         for pod in _build_pods(observation, decision, config, token)
@@ -157,8 +161,9 @@ def _plan_deletions(
     *,
     is_claim_due: bool,
 ) -> tuple[Deletion, ...]:
-    # A run that goes takes everything it owns along. Its claim first follows storage.whenDeleted: one that is
-    # to stay must have no owner by then. A run that was changed since it was looked at stays, too.
+    # The deletion of a run deletes everything that the run owns. Apply the claim first, so that a claim that
+    # storage.whenDeleted keeps has no owner. The resource version is a precondition: a run that was changed
+    # since this observation is not deleted.
     if decision.deletes_run:
         run = observation.run
         version = get_text(get_map(run.raw, "metadata"), "resourceVersion")
@@ -166,20 +171,20 @@ def _plan_deletions(
         return () if is_claim_due else (the_run,)
 
     is_running = decision.action == Action.RUN
-    # The uid is a precondition: a successor of the same name must not be deleted in its place.
+    # The uid is a precondition, so that a new pod with the same name is not deleted instead.
     delete = [
         Deletion("Pod", pod.name, pod.uid, pod.grace_seconds)
         for pod in decision.pods_to_delete
     ]
-    # All children go at the end; before that, only one that was switched off, and Kubernetes' PodGroup of a
-    # run that is suspended, or restarted as a whole: its priority class cannot change. A missing ConfigMap or
-    # Service is applied, never deleted.
+    # Delete all children at the end. Before the end, delete only children that were switched off, and the
+    # Kubernetes PodGroup of a suspended or restarted run, because its priority class cannot change. A
+    # ConfigMap or Service is never deleted before the end.
     is_idle = decision.action == Action.STOP and all(pod.end for pod in observation.nodes)
     for kind, name in observation.hashes:
         group = observation.group_kind if kind == POD_GROUP else None
         is_switched_off = kind in _SWITCHED and is_running and (kind, name) not in wanted
         is_renewed = is_idle and group is not None and is_of_kubernetes(group)
-        # A group goes with its type, and without that nothing could be asked for.
+        # If the API server no longer has the PodGroup kind, its objects are gone and cannot be deleted.
         is_there = kind != POD_GROUP or group is not None
         is_over = decision.action == Action.CLEAN and kind in OWNED_KINDS and is_there
         if is_switched_off or is_renewed or is_over:
@@ -190,7 +195,7 @@ def _plan_deletions(
 def _build_wanted(
     observation: Observation, decision: Decision, config: Config
 ) -> dict[tuple[str, str], JsonObject]:
-    """Build all children of a running run that are no pods, and not the PVC, by kind and name."""
+    """Build all children of a running run except pods and the PVC, by kind and name."""
     run, live = observation.run, observation.live_coordinator
     attempt = decision.coordinator_attempt
     if attempt is None and live is not None:
@@ -199,14 +204,14 @@ def _build_wanted(
     if attempt is not None:
         wanted.append(build_service(run, attempt=attempt))
 
-    # Before a group has formed, a budget protects no work, and costs: all budgets of a namespace are looked
-    # at for each pod.
+    # Create budgets only after a group has formed. Earlier they protect no work and cost time, because
+    # Kubernetes checks all budgets of a namespace for each pod.
     has_budgets = any(kind == "PodDisruptionBudget" for kind, _ in observation.hashes)
     if config.disruption_budgets and (decision.phase == names.Phase.RUNNING or has_budgets):
         budget = build_disruption_budget(run)
         if budget:
             wanted.append(budget)
-        # A change of the group can only be completed by the coordinator that has begun it.
+        # Protect the coordinator during a change of the group, because no other coordinator can complete it.
         progress = observation.progress
         is_regrouping = (
             progress is not None
@@ -218,13 +223,14 @@ def _build_wanted(
     if config.network_policies:
         wanted.append(build_network_policy(run, config))
 
-    # A group that is there follows nodes.min, also down to 1, as long as its version lets it.
+    # An existing PodGroup follows nodes.min, even down to 1, if its API version allows changes.
     group = observation.group_kind
     has_group = (POD_GROUP, run.name) in observation.hashes
     is_ours = has_group or decision.joins_group
     if group is not None and is_ours and not (has_group and is_fixed(group)):
         priority = _find_group_priority(observation)
-        # It stays that of the restart that it was made at, which shows that it is to be made anew.
+        # Keep the restart at which the PodGroup was created. An older restart shows that it has to be
+        # recreated.
         restart = observation.group_restart if has_group else decision.memory.restart
         wanted.append(build_pod_group(run, group, priority_class=priority, restart=restart))
     return {
@@ -241,7 +247,7 @@ def _build_pods(
     config: Config,
     token: str,
 ) -> Iterator[JsonObject]:
-    """Build the pods to create, the coordinator first: nodes look for it."""
+    """Yield the pods to create. The coordinator comes before the nodes, because nodes connect to it."""
     run, attempt = observation.run, decision.preparation_attempt
     memory = add_hosts(decision.memory, observation.troubled_hosts)
     if attempt is not None:
@@ -251,19 +257,20 @@ def _build_pods(
 
     attempt = decision.coordinator_attempt
     if attempt is not None:
-        # The start of a queued run waits for nodes that are on their way, and not for those above the minimum
-        # that the queue admits later: they join, which costs steps only where workers begin anew.
+        # The start of a queued run waits for nodes that are starting, but not for nodes above the minimum
+        # that the queue admits later. Those nodes join later, which costs steps only if workers restart for a
+        # join.
         expect = run.spec.nodes.largest
         is_queued = bool(run.queue)
         coming = {
             pod.index for pod in observation.nodes if pod.is_live and not pod.place.is_gated
         }
         coming |= {index for index, _ in decision.nodes_to_create}
-        # A successor waits for the nodes that run now: it takes over a group as it is.
+        # A new coordinator waits for the nodes that run now, because it takes over the existing group.
         running = sum(pod.is_live and pod.is_running for pod in observation.nodes)
         if running or (is_queued and coming and run.parsed.recovery == "in-process"):
             expect = min(max(running or len(coming), run.spec.nodes.min), expect)
-        # A pod that waits in a queue has never run.
+        # A gated pod waits in a queue and has never run.
         all_ended = all(
             pod.end is not None or pod.place.is_gated for pod in observation.nodes
         )
@@ -281,7 +288,7 @@ def _build_pods(
         )
 
     is_on_one_host = is_for_one_host(run, config, observation.claim)
-    # A coordinator that an operator before tokens has made turns away whoever brings one.
+    # A coordinator that was created by an operator without tokens rejects nodes that present a token.
     serving = [pod for pod in observation.coordinators if pod.is_live]
     if decision.coordinator_attempt is None and not all(pod.has_token for pod in serving):
         token = ""
@@ -298,8 +305,7 @@ def _build_pods(
 
 
 def _find_group_priority(observation: Observation) -> str:
-    """Return the priority class of the run's PodGroup: that of the template, unless the group is there
-    already, which keeps its own."""
+    """Return the priority class of the run's PodGroup. An existing PodGroup keeps its priority class."""
     if (POD_GROUP, observation.run.name) in observation.hashes:
         return observation.group_priority
     return observation.run.spec.template.priority_class_name or ""

@@ -1,6 +1,6 @@
-"""The allowed part of a pod template, as it is added to a node's pod.
+"""Builds the parts of pods that come from the run's pod template.
 
-The manifest's rules have checked that it is allowed.
+The manifest's rules have already checked that the template contains only allowed fields.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,15 +21,19 @@ _OF_NODES: Final = (
     "container.apparmor.security.beta.kubernetes.io/",
     "container.seccomp.security.alpha.kubernetes.io/",
 )
-"""Prefixes of labels and annotations that are for a pod that trains: a place in a queue or gang, a network
-device, a port to scrape, a profile for a container of this name. The coordinator has none of these."""
+"""Prefixes of labels and annotations that apply only to pods that train: a place in a queue or gang, a
+network device, a port to scrape, a security profile of the container. They are not copied to the
+coordinator."""
 
 
 def build_user_labels(run: ParsedRun) -> dict[str, str]:
-    """Build the labels that come from the user: the template's, those of the run that are passed on, and a
-    gang's where another scheduler is named."""
+    """Build the labels that come from the user.
+
+    These are the template's labels, the run's labels that are passed on, and the label of a gang if the
+    template names a scheduler.
+    """
     template = run.spec.template
-    # A scheduler that was named is taken to be one that knows gangs.
+    # Assume that a scheduler named by the user supports gangs.
     gang = {names.LABEL_GANG: run.name} if template.scheduler_name else {}
     passed = {key: run.labels[key] for key in names.PROPAGATED_LABELS if key in run.labels}
     return {**gang, **passed, **template.labels}
@@ -38,15 +42,15 @@ def build_user_labels(run: ParsedRun) -> dict[str, str]:
 def build_scheduling(
     run: ParsedRun, *, is_on_one_host: bool = False, avoided: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Build the template's part of a pod's spec, but for tolerations, volumes and secrets, and the affinity
-    that the run's volume demands.
+    """Build the scheduling fields of a pod's spec from the template, without tolerations.
 
-    ``avoided``: hosts that the pod should keep away from if it can.
+    ``is_on_one_host``: whether the run's volume requires all pods on the same host. ``avoided``: hosts that
+    the pod should avoid if other hosts are available.
     """
     template = run.spec.template
     affinity = _avoid(template.affinity, avoided)
 
-    # A requirement: the host of the run's other pods. The first pod may go anywhere.
+    # If required, place the pod on the host of the run's other pods. The first pod may run on any host.
     of_run = {
         names.LABEL_RUN: run.name,
         names.LABEL_ROLE: names.ROLE_NODE,
@@ -63,7 +67,7 @@ def build_scheduling(
     return {
         "nodeSelector": dict(template.node_selector),
         "affinity": affinity,
-        # Without a selector a constraint counts no pod at all, which nobody means.
+        # Add a selector of the run's nodes, because a constraint without a selector counts no pods.
         "topologySpreadConstraints": [
             {**ours, **constraint} for constraint in template.topology_spread_constraints
         ],
@@ -74,9 +78,9 @@ def build_scheduling(
 
 
 def _avoid(affinity: Mapping[str, Any], avoided: Sequence[str]) -> Mapping[str, Any]:
-    """Return the affinity with the wish for other hosts than those."""
-    # A wish and no requirement: where there are no other hosts, the pod runs all the same. By the field,
-    # because a host's label may differ from its name; the API server takes one value of a field at a time.
+    """Return the affinity with a preference for hosts that are not in ``avoided``."""
+    # Use a preference, so that the pod still runs if there are no other hosts. Match the field metadata.name,
+    # because a host's label may differ from its name. The API server allows only one value for each field.
     if not avoided:
         return affinity
     nodes = dict(affinity.get("nodeAffinity") or {})
@@ -95,7 +99,7 @@ def _avoid(affinity: Mapping[str, Any], avoided: Sequence[str]) -> Mapping[str, 
 
 
 def require_host(affinity: Mapping[str, Any], host: str) -> Mapping[str, Any]:
-    """Return the affinity with the demand for this host, in each of its alternatives."""
+    """Return the affinity that requires this host, in each of its alternative terms."""
     nodes = dict(affinity.get("nodeAffinity") or {})
     key = "requiredDuringSchedulingIgnoredDuringExecution"
     this = {"key": "metadata.name", "operator": "In", "values": [host]}
@@ -110,10 +114,14 @@ def require_host(affinity: Mapping[str, Any], host: str) -> Mapping[str, Any]:
 def build_placement_beside(
     run: ParsedRun, selector: Mapping[str, str] | None, *, avoided: Sequence[str]
 ) -> dict[str, Any]:
-    """Build the part of a pod's spec that places it beside the nodes: where ``selector`` says, else where the
-    coordinator may run, and away from ``avoided`` hosts if that is possible."""
+    """Build the scheduling fields of a pod that prepares data or evaluates.
+
+    The pod runs on hosts that match ``selector``; if it is None, on hosts on which the coordinator may run.
+    It avoids the ``avoided`` hosts if possible.
+    """
     placement = build_coordinator_placement(run)
-    # A sandbox is for the code and data of the run, which are here, too; hosts of another kind may lack it.
+    # The pod runs the run's code, so use the same sandbox as the nodes. With a selector, drop the runtime
+    # class, because hosts of another kind may lack it.
     placement["runtimeClassName"] = run.spec.template.runtime_class_name
     if selector is not None:
         placement |= {
@@ -125,10 +133,10 @@ def build_placement_beside(
 
 
 def build_coordinator_placement(run: ParsedRun) -> dict[str, Any]:
-    """Build the coordinator's part of a pod's spec: it may run on the hosts on which the nodes may, because
-    the template says which hosts are the run's, and of which kind.
+    """Build the scheduling fields of the coordinator's pod.
 
-    Rules of the template about pods among each other are for the nodes alone.
+    The coordinator may run on the same hosts as the nodes, because the template selects the run's hosts. The
+    template's rules between pods apply only to nodes.
     """
     template = run.spec.template
     placement = template.affinity.get("nodeAffinity")
@@ -140,15 +148,17 @@ def build_coordinator_placement(run: ParsedRun) -> dict[str, Any]:
 
 
 def build_coordinator_metadata(run: ParsedRun) -> tuple[dict[str, str], dict[str, str]]:
-    """Build the labels and annotations of the template that the coordinator has, too, such as those that keep
-    sidecars out of a pod."""
+    """Build the labels and annotations of the template that the coordinator's pod also gets.
+
+    For example, an annotation that disables the injection of sidecars.
+    """
     template = run.spec.template
     between = [
         template.affinity.get("podAffinity"),
         template.affinity.get("podAntiAffinity"),
     ]
-    # The coordinator is no node: with a label by which the template's own constraints count pods it would
-    # take a node's host or zone.
+    # Leave out labels by which the template's constraints count pods. Otherwise the coordinator would count
+    # as a node and take a node's host or zone.
     counted = _find_selected([*between, *template.topology_spread_constraints])
     labels = {
         key: value
@@ -164,7 +174,7 @@ def build_coordinator_metadata(run: ParsedRun) -> tuple[dict[str, str], dict[str
 
 
 def _find_selected(value: Any) -> set[str]:
-    """Find the keys of labels in the selectors anywhere in ``value``."""
+    """Return the keys of all labels in selectors anywhere in ``value``."""
     if isinstance(value, (list, tuple)):
         return {key for item in value for key in _find_selected(item)}
     if not isinstance(value, Mapping):
@@ -180,10 +190,10 @@ def _find_selected(value: Any) -> set[str]:
 def merge_env(
     ours: dict[str, str], given: tuple[Mapping[str, Any], ...]
 ) -> list[Mapping[str, Any]]:
-    """Return our defaults and the user's variables; one that the user sets is the user's."""
+    """Return our default variables and the user's variables. The user's value takes precedence."""
     theirs = {variable.get("name") for variable in given}
     defaults = [
         {"name": name, "value": value} for name, value in ours.items() if name not in theirs
     ]
-    # Defaults come first, so that the user's variables may refer to them.
+    # Put the defaults first, so that the user's variables can refer to them.
     return [*defaults, *given]

@@ -1,13 +1,13 @@
-"""The evaluation of a run's checkpoints in pods beside its nodes, and after them. Pure.
+"""Evaluates a run's checkpoints in separate pods, during and after the training. Pure.
 
-One pod at a time evaluates the oldest checkpoint that waits.
+One pod at a time evaluates the oldest waiting checkpoint.
 
 | the run | its evaluation |
 |---|---|
-| trains, or is over | a pod for the oldest checkpoint that waits |
-| waits, starts, is held by a mistake in its file | a pod at work goes on, none is made |
-| is suspended, stopped or restarted | the pod leaves; what it has measured is kept |
-| has exceeded its deadline, or has another run's folder | the pod leaves, none is made |
+| trains, or is over | a pod is created for the oldest waiting checkpoint |
+| waits, starts, or is held because of an error in its file | a running pod continues, no pod is created |
+| is suspended, stopped or restarted | the pod is deleted; its results so far are kept |
+| has exceeded its deadline, or uses another run's folder | the pod is deleted, no pod is created |
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ _NO_SECTION: Final = "the run has no spec.evaluation any more: no checkpoint is 
 
 
 def evaluate_beside(context: ReconcileContext, decision: Decision) -> Decision:
-    """Return the decision with what is due of the evaluation; its phase, reason and message stay."""
+    """Return the decision with the due steps of the evaluation. Phase, reason and message do not change."""
     run, pods = context.run, context.observation.evaluations
     live = [pod for pod in pods if pod.is_live]
     if run.is_deleting or decision.action == Action.CLEAN:
@@ -39,7 +39,8 @@ def evaluate_beside(context: ReconcileContext, decision: Decision) -> Decision:
     if run.spec.evaluation is None or not run.parsed.is_typed:
         known = memory.evaluation
         if known.state:
-            # Its results stay. The state and the checkpoints that waited are those of a section that is gone.
+            # Keep the results. Reset the state and the waiting checkpoints, because spec.evaluation was
+            # removed.
             state, message = EvaluationState.UP_TO_DATE.value, _NO_SECTION
             known = replace(known, pending=(), state=state, message=message)
         return replace(
@@ -58,7 +59,7 @@ def evaluate_beside(context: ReconcileContext, decision: Decision) -> Decision:
     if has_to_leave:
         surplus = [*live, *(pod for pod in pods if decision.phase == Phase.SUSPENDED)]
 
-    # One pod at a time: a leaving one still writes.
+    # Run one pod at a time, because a pod that is being deleted still writes.
     host, made, now = _choose_host(context, is_over=is_over), None, context.now
     may_make = (
         (is_training or is_over)
@@ -75,7 +76,7 @@ def evaluate_beside(context: ReconcileContext, decision: Decision) -> Decision:
     staying = [pod for pod in live if pod not in surplus]
     state, message = _describe(context, known, staying, made, may_make=may_make)
     known = replace(known, state=state.value, message=message)
-    # Ends and pauses of the run may have sent them away already.
+    # Skip pods that the decision deletes already because the run ends or pauses.
     chosen = {one.name for one in decision.pods_to_delete}
     leaving = remove(pod for pod in surplus if pod.name not in chosen)
     return replace(
@@ -94,8 +95,11 @@ def evaluate_beside(context: ReconcileContext, decision: Decision) -> Decision:
 def _find_surplus(
     context: ReconcileContext, restart: int, live: Sequence[PodState], *, is_over: bool
 ) -> list[PodState]:
-    """Return the pods that go: all but the newest, those of before a restart, those that Kueue holds for
-    ever, and one that keeps a volume on a host where no node trains, or waits for such a host."""
+    """Return the pods to delete.
+
+    These are all pods except the newest, pods from before a restart, pods that Kueue holds forever, and a pod
+    that keeps a single-host volume on a host without a node of the run, or that waits for such a host.
+    """
     pods = context.observation.evaluations
     ended = [pod for pod in pods if pod.end is not None]
     surplus = [*live[:-1], *ended[:-1]]
@@ -103,11 +107,11 @@ def _find_surplus(
         hosts = {node.node_name for node in context.live if node.node_name}
         is_in_the_way = _has_one_host(context) and pod.node_name not in {"", *hosts}
         is_in_the_way = is_in_the_way and bool(context.live) and not is_over
-        # The host of a leaving node is still asked for, too.
+        # The host of a node that is being deleted is still valid.
         asked_for = hosts | {node.node_name for node in context.leaving}
         is_waiting = bool(pod.asked_host) and not pod.node_name
         is_in_vain = is_waiting and pod.asked_host not in asked_for
-        # A run that has no node for a while may come back to that host.
+        # A run that has no nodes at the moment may return to that host.
         is_in_vain = is_in_vain and (bool(context.live) or is_over)
         is_of_before = pod.restart < restart
         if is_of_before or is_in_the_way or is_in_vain or is_stranded(pod, context):
@@ -116,7 +120,7 @@ def _find_surplus(
 
 
 def _has_one_host(context: ReconcileContext) -> bool:
-    """Whether the run's volume can be mounted by one host at a time."""
+    """Return whether only one host at a time can mount the run's volume."""
     claim = context.observation.claim
     return claim is not None and "ReadWriteMany" not in (
         claim.spec.get("accessModes") or ()
@@ -124,7 +128,7 @@ def _has_one_host(context: ReconcileContext) -> bool:
 
 
 def _choose_host(context: ReconcileContext, *, is_over: bool) -> str | None:
-    """Return the host of a new pod, empty for any; None where it has to wait for one."""
+    """Return the host of a new pod; empty for any host, None if the pod has to wait for a host."""
     working = [pod for pod in (*context.live, *context.leaving) if pod.node_name]
     if not _has_one_host(context):
         return ""
@@ -145,11 +149,11 @@ def _describe(
     *,
     may_make: bool,
 ) -> tuple[EvaluationState, str]:
-    """Return state and message, as the status shows them."""
-    # It was given up until an edit, whatever pods still exist.
+    """Return the state and the message of the evaluation for the status."""
+    # A failed evaluation waits for an edit of the run, even if pods still exist.
     if known.failed == context.run.generation:
         return EvaluationState.FAILED, known.failure
-    # The state of the newest pod says more than the steps that wait.
+    # Report the state of the newest pod before the waiting steps, because it is more specific.
     for pod in live[-1:]:
         if pod.is_running:
             text = f"pod {pod.name} evaluates a checkpoint"

@@ -1,12 +1,12 @@
-"""Ends of the pods that evaluate checkpoints: each is counted once, and none ends the run. Pure.
+"""Counts the ends of pods that evaluate checkpoints, each end once. No such end ends the run. Pure.
 
-| end of its pod | then |
+| end of the evaluation pod | result |
 |---|---|
-| exit code 0 with a report | its results stand in the status; the next checkpoint that waits has its turn |
-| exit code 0 without a report, exit code 64 | nothing more is evaluated until the run is edited |
-| crash, out of memory, volume full, not started | a failure of a budget of its own; another pod goes on |
-| trouble of its host | another pod goes on, later each time, elsewhere if there is room |
-| any other | another pod goes on, at no cost |
+| exit code 0 with a report | the results are in the status; the next waiting checkpoint follows |
+| exit code 0 without a report, exit code 64 | no checkpoint is evaluated until the run is edited |
+| crash, out of memory, volume full, not started | one failure of a separate budget; another pod continues |
+| host fault | another pod continues with a growing delay, on another host if possible |
+| any other | another pod continues; it costs no failure |
 """
 
 import math
@@ -37,7 +37,7 @@ from evergrad_operator.core.policies.budget import count_failures
 from evergrad_operator.core.policies.host_faults import forget_hosts, note_host_faults
 
 NONE_AFTER: Final = (Reason.DEADLINE_EXCEEDED, Reason.OUTPUT_CONFLICT)
-"""Ends of a run after which nothing of it may go on."""
+"""Ends of a run after which no pod of the run may continue."""
 _OF_HOST: Final = (PodCause.HOST_FAULT, PodCause.REFUSED_BY_NODE)
 _REMEDIES: Final = {
     PodCause.OUT_OF_MEMORY: "Raise spec.evaluation.resources.limits.memory",
@@ -52,16 +52,16 @@ _REMEDY: Final = "Read that pod's log (kubectl logs); to try again, edit spec.ev
 def note_evaluation(
     memory: Memory, observation: Observation, config: Config, now: float
 ) -> Memory:
-    """Return the memory with every end of an evaluating pod that was not counted before."""
+    """Return the memory with every end of an evaluation pod that was not counted before."""
     known, pods = memory.evaluation, observation.evaluations
-    # An older release noted no times of hosts: each is avoided for as long as after a fault.
+    # Older releases stored no times for hosts. Use the time of the last fault, or the current time.
     tries, times = known.tries, dict(known.tries.seen)
     timed = ((host, times.get(host, tries.at or now)) for host, _ in tries.hosts)
     faults = forget_hosts(_read_faults(replace(tries, seen=tuple(timed))), now)
     tries = replace(tries, hosts=faults.hosts, seen=faults.seen)
     known = replace(known, tries=tries)
     attempt, is_counted = known.attempt, known.is_recorded
-    # A pod that was known and is gone has ended unseen: what it has measured lies on the volume.
+    # A recorded pod that no longer exists has ended unobserved. Its results are on the volume.
     if attempt >= 0 and all(pod.attempt != attempt for pod in pods):
         is_counted = True
     ended: list[PodState] = []
@@ -73,7 +73,7 @@ def note_evaluation(
             ended.append(pod)
     known = replace(known, attempt=attempt, is_recorded=is_counted)
 
-    # An edit of the run takes back that it was given up.
+    # An edit of the run makes a failed evaluation start again.
     run = observation.run
     if known.failed and known.failed != run.generation:
         known = replace(known, failed=0, failure="", tries=known.tries.begin_anew())
@@ -94,7 +94,7 @@ def note_evaluation(
                 f"pod {pod.name} ended with exit code 64: {said} "
                 "Correct it, then edit spec.evaluation"
             )
-        # Neither another try nor the next checkpoint would end differently before an edit.
+        # Give up until an edit: a retry or the next checkpoint would end in the same way.
         if failure:
             known = replace(known, failed=run.generation, failure=failure)
     is_sent_away = run.spec.suspend or memory.is_stopped or run.spec.evaluation is None
@@ -104,7 +104,7 @@ def note_evaluation(
 
 
 def _read_faults(tries: Tries) -> HostFaults:
-    """Return the faults of hosts as those of nodes are kept, for the same rules."""
+    """Return the host faults in the form that is used for nodes, so that the same rules apply."""
     return HostFaults(
         tries.hosts,
         in_a_row=tries.faults,
@@ -115,7 +115,8 @@ def _read_faults(tries: Tries) -> HostFaults:
 
 
 def is_evaluation_due(memory: Memory, observation: Observation) -> bool:
-    """Whether checkpoints of the run wait for a pod that may still be made for them."""
+    """Return whether checkpoints of the run wait for an evaluation and a pod may still be created for
+    them."""
     run, finish = observation.run, memory.finish
     if run.spec.evaluation is None or not run.parsed.is_typed:
         return False
@@ -133,7 +134,7 @@ def _count(
     config: Config,
     now: float,
 ) -> EvaluationProgress:
-    """Count failures and faults of hosts by the rules that hold for nodes, in a budget of their own."""
+    """Count failures and host faults by the rules for nodes, in a separate budget."""
     tries = known.tries
     scratch = Memory(
         has_formed=True,
@@ -146,7 +147,7 @@ def _count(
         faults=_read_faults(tries),
     )
     newest = max(pod.created_at for pod in observation.evaluations)
-    # A long life is no progress: each pod might die at the same batch, for ever.
+    # A long life does not count as progress, because each pod might fail at the same batch forever.
     by_progress = replace(config, undisturbed_seconds=math.inf)
     scratch = count_failures(scratch, ended, newest=newest, config=by_progress, now=now)
     faulty = [pod for pod in ended if describe_cause(pod) in _OF_HOST]

@@ -1,4 +1,4 @@
-"""Whether a failure ends the run, and the words for it: the root cause and what to do."""
+"""Decides whether a failure ends the run, and builds the message with the root cause and the remedy."""
 
 from typing import Final
 
@@ -46,10 +46,10 @@ _REMEDIES: Final = {
 
 
 def _read_failure(progress: CoordinatorStatus) -> tuple[Reason, str]:
-    """Read from a coordinator's answer why the run has failed, and in which words."""
+    """Return the reason and the message of a run's failure from its coordinator's status."""
     failure = progress.last_failure
     said = progress.message or (failure.message if failure else "")
-    # The remedy names the logs, and how to read them on a cluster.
+    # Remove the hint about logs, because the remedy explains how to read logs on a cluster.
     said = said.removesuffix(SEE_LOGS).rstrip()
     cause = failure.cause if failure else ""
     if progress.reason == "UserError" or cause == "user_error":
@@ -60,7 +60,7 @@ def _read_failure(progress: CoordinatorStatus) -> tuple[Reason, str]:
         reason = Reason.VOLUME_FULL
     else:
         reason = Reason.WORKER_CRASH
-    # The coordinator's text most often names the node already.
+    # Add the node only if the coordinator's message does not name it.
     where = ""
     if failure is not None and f"node {failure.node}" not in said:
         where = f"node {failure.node}, rank {failure.rank}, exit code {failure.exit_code}: "
@@ -68,8 +68,8 @@ def _read_failure(progress: CoordinatorStatus) -> tuple[Reason, str]:
 
 
 def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
-    """Return the context with the run failed; None where no failure ends it."""
-    # First the nodes: an exit code 64 counts once it is confirmed.
+    """Return the context with the run failed; None if no failure ends the run."""
+    # Check the nodes first. Exit code 64 ends the run after it is confirmed.
     memory, ended = context.memory, []
     if is_input_error_confirmed(memory, context.observation):
         ended = [
@@ -80,18 +80,18 @@ def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
             and pod.end.cause == PodCause.USER_ERROR
         ]
     if ended:
-        # The earliest node counts: what the others report may be a consequence.
+        # Report the node that ended first, because the other errors may be consequences.
         _, index, name, message = min(ended)
         said = quote(message)
         text = f"node {index} (pod {name}) ended with exit code 64: {said or 'it left no message'}"
-        # A volume that is too small from the start is refused before the first step; it is no fault of the
-        # recipe.
+        # A volume that is too small also ends with exit code 64 before the first step. The recipe is not the
+        # cause.
         reason = Reason.VOLUME_FULL if says_no_space(said) else Reason.USER_ERROR
         return context.finished(
             Phase.FAILED, reason, f"{stop(text)} {_describe_remedy(context, reason)}"
         )
 
-    # Then the coordinator's outcome: it counts the workers that fail inside the pods.
+    # Then check the coordinator's outcome, because it counts workers that fail inside the pods.
     progress = context.progress
     if progress is not None and progress.phase == "Failed":
         reason, text = _read_failure(progress)
@@ -99,7 +99,8 @@ def fail_if_due(context: ReconcileContext) -> ReconcileContext | None:
             Phase.FAILED, reason, f"{text} {_describe_remedy(context, reason)}"
         )
 
-    # At last the budget. A status of another version may have a cause that this one has not.
+    # Check the budget last. The status of another version may contain a cause that this version does not
+    # have.
     budget, last = memory.budget, memory.last_failure
     most = context.run.spec.failure_policy.max_failures_without_progress
     if budget.failures <= most:
@@ -127,7 +128,7 @@ def _describe_remedy(context: ReconcileContext, reason: Reason) -> str:
 
 
 def describe_failure(failure: LastFailure | None) -> str:
-    """Return a failure as one line: cause, place, exit code and the process's own words."""
+    """Return a failure as one line: cause, node, exit code and the process's message."""
     if failure is None:
         return "unknown"
     where = "an unknown node" if failure.node is None else f"node {failure.node}"
@@ -135,11 +136,11 @@ def describe_failure(failure: LastFailure | None) -> str:
 
 
 def describe_host_faults(context: ReconcileContext) -> str:
-    """Return which nodes wait, until when, and the hosts to look at."""
+    """Return a message about the nodes that wait, the time of the retry, and the hosts to inspect."""
     faults, last = context.memory.faults, context.memory.last_failure
     noun = "nodes" if len(faults.nodes) > 1 else "node"
     text = f"host faults, {faults.in_a_row} in a row, of {noun} {pack_ranges(faults.nodes)}"
-    # The host of the newest fault comes first.
+    # List the host of the newest fault first.
     hosts = ", ".join(f"{host} ({count})" for host, count in reversed(faults.hosts))
     if hosts:
         text += f"; by host: {hosts}"
@@ -151,5 +152,5 @@ def describe_host_faults(context: ReconcileContext) -> str:
 
 
 def is_backing_off(context: ReconcileContext) -> bool:
-    """Whether replacements have to wait."""
+    """Return whether replacements of pods have to wait."""
     return context.now < context.memory.budget.retry_at

@@ -1,12 +1,12 @@
-"""The preparation of a run's data in a pod of its own, before any node is asked for. Pure.
+"""Prepares a run's data in a separate pod before any node is created. Pure.
 
-| end of its pod | then |
+| end of the preparation pod | result |
 |---|---|
-| exit code 0 | the data are prepared: nodes come |
-| exit code 64 | the run fails with its message |
-| crash, out of memory, volume full, not started | a failure of the budget; another pod goes on where it was |
-| trouble of its host | another pod goes on, later each time, elsewhere if there is room |
-| any other | another pod goes on, at no cost |
+| exit code 0 | the data are prepared and nodes are created |
+| exit code 64 | the run fails with the pod's message |
+| crash, out of memory, volume full, not started | one failure of the budget; another pod continues the work |
+| host fault | another pod continues with a growing delay, on another host if possible |
+| any other | another pod continues; it costs no failure |
 """
 
 from collections.abc import Sequence
@@ -50,13 +50,13 @@ _REMEDIES: Final = {
 
 
 def fail_if_unprepared(context: ReconcileContext) -> ReconcileContext | None:
-    """Return the context with the run failed, if its data cannot be prepared; None otherwise."""
+    """Return the context with the run failed if its data cannot be prepared; None otherwise."""
     if not _is_due(context):
         return None
     memory, pods = context.memory, context.observation.preparations
     mine = [pod for pod in pods if pod.restart == memory.restart and pod.end is not None]
     end = mine[-1].end if mine else None
-    # Failures of nodes are no preparation's: they end the run in their own words.
+    # Consider only failures of the preparation. ``fail_if_due`` handles failures of nodes.
     if end is None or end.cause not in (*COUNTED, PodCause.USER_ERROR):
         return None
     if end.cause == PodCause.USER_ERROR:
@@ -78,26 +78,30 @@ def fail_if_unprepared(context: ReconcileContext) -> ReconcileContext | None:
 
 
 def prepare_first(context: ReconcileContext) -> Decision | None:
-    """Return the decision by which the data are prepared before a node is made; None where they are, or
-    where nodes are at work, which prepare what they lack themselves."""
+    """Return the decision to prepare the data before any node is created; None if no preparation is due.
+
+    No preparation is due if the data are prepared, or if nodes are running: nodes prepare missing data
+    themselves.
+    """
     if not _is_due(context):
         return None
     memory, now = context.memory, context.now
     live = [pod for pod in context.preparing if pod.is_live]
 
-    # One pod at a time: a leaving one may still write. Pods are sorted: the newest comes last.
+    # Run one pod at a time, because a pod that is being deleted may still write. The pods are sorted; the
+    # newest comes last.
     attempt = None
     retry_at = max(memory.budget.retry_at, memory.faults.retry_at)
     if not context.preparing and now >= retry_at:
         visible = (pod.attempt for pod in context.observation.preparations)
         attempt = 1 + max((memory.preparation.attempt, *visible))
     ended = [pod for pod in context.observation.preparations if pod.end is not None]
-    # As for a node, a host that does not get the image by its digest is asked for its tag by the next pod.
+    # As with nodes, replace a pod whose host cannot pull the image by digest. The next pod uses the tag.
     unobtainable = [pod for pod in live[-1:] if is_digest_missing(pod, memory)]
     stranded = [pod for pod in live[-1:] if is_stranded(pod, context)]
     surplus = (*live[:-1], *(unobtainable or stranded), *ended[:-1])
 
-    # The PVC notes whose folder it is before any pod writes there.
+    # Write the run's record to the PVC before any pod writes to its folder.
     record = plan_record(context, find_epoch(context))
     has_record = is_recorded(context, record)
     wanted = [] if has_record else [context.run.claim_name]
@@ -129,8 +133,11 @@ def prepare_first(context: ReconcileContext) -> Decision | None:
 def _describe(
     context: ReconcileContext, live: Sequence[PodState], obstacle: Obstacle | None
 ) -> tuple[Phase, str, str, float | None]:
-    """Return phase, reason, message, and the time from which on a person has to act; None for never."""
-    # Obstacles come first, then pauses.
+    """Return the phase, the reason, the message, and the time from which a person has to act.
+
+    The time is in seconds since 1970; None if no person is needed.
+    """
+    # Report obstacles first, then pauses.
     if obstacle is not None:
         is_starting = obstacle.reason == Reason.STARTING
         phase = Phase.PREPARING if is_starting else Phase.WAITING
@@ -159,11 +166,11 @@ def _describe(
 
 
 def _is_due(context: ReconcileContext) -> bool:
-    """Whether the data have to be prepared before a node may be made."""
+    """Return whether the data have to be prepared before a node may be created."""
     run, known = context.run, context.memory.preparation
     if run.spec.preparation is None or not run.parsed.is_typed:
         return False
-    # Without a recipe that can be read, what was prepared before counts.
+    # If the recipe cannot be read, accept the data that were prepared before.
     wanted = run.parsed.preparation_hash or known.prepared
     is_prepared = bool(known.prepared) and known.prepared == wanted
     return not is_prepared and not context.live and not context.leaving

@@ -1,7 +1,7 @@
-"""A run that stays below its minimum gives its pods back, and asks for them again later. Pure.
+"""Deletes the pods of a run that stays below its minimum, and requests them again later. Pure.
 
-Pods that have a host hold what another run may wait for, and train nothing while others of their run find
-none: two such runs could wait for each other for ever.
+Pods with a host occupy resources that another run may need, and cannot train while other pods of their run
+find no host. Two such runs could wait for each other forever.
 """
 
 import hashlib
@@ -17,25 +17,28 @@ from evergrad_operator.core.policies.waiting import explain_refusal
 FIRST_PAUSE_SECONDS: Final = 300.0
 LONGEST_PAUSE_SECONDS: Final = 3600.0
 _AT_WORK: Final = ("Starting", "Running", "Draining")
-"""Phases of a coordinator whose group has enough nodes, also where ``nodes.min`` was raised since."""
+"""Phases of a coordinator whose group has enough nodes, even if ``nodes.min`` was raised since."""
 
 
 def give_back_if_short(context: ReconcileContext) -> tuple[ReconcileContext, float | None]:
-    """Return the context with a pause begun, if the run has been below its minimum for too long, and the
-    seconds until a pause begins or ends."""
+    """Return the context, and the seconds until a pause begins or ends; None if no pause is due.
+
+    If the run has been below its minimum for too long, a pause has begun in the returned context.
+    """
     memory, least, seen = context.memory, context.run.spec.nodes.min, context.observation
     if context.now < memory.come_again_at:
         return context, memory.come_again_at - context.now
     if context.progress is not None and context.progress.phase in _AT_WORK:
         return context, None
-    # A group may be at work that the coordinator has not told of yet, as where the operator has just started.
+    # A group may be training although the coordinator was not polled yet, for example after the operator
+    # started.
     coordinator = seen.live_coordinator
     is_served = coordinator is not None and coordinator.is_running
     if context.progress is None and is_served and seen.unreachable is None:
         return context, None
     hosted = sum(bool(pod.node_name) for pod in context.live)
     waiting = [pod for pod in context.live if pod.waiting_reason == "Unschedulable"]
-    # Where a quota is used up, the pods that are missing were never made.
+    # If a quota is used up, the missing pods were never created.
     is_refused = any(
         (failure.verb, failure.kind) == ("create", "Pod")
         and explain_refusal(failure, context.run.name).reason == Reason.QUOTA_EXCEEDED
@@ -44,8 +47,8 @@ def give_back_if_short(context: ReconcileContext) -> tuple[ReconcileContext, flo
     is_short = 0 < hosted < least
     if not is_short or not (waiting or is_refused):
         return context, None
-    # Pods above the minimum may have waited for hours beside a group that trained until a moment ago, at a
-    # long step or without a report of its steps. Where no coordinator can be made, nothing trains for long.
+    # Count the time from the last change of the condition Ready: pods above the minimum may have waited for
+    # hours while the group trained. If no coordinator can be created, the run is not training.
     ready = next(
         (one for one in memory.conditions if one.get("type") == Condition.READY), {}
     )
@@ -57,20 +60,20 @@ def give_back_if_short(context: ReconcileContext) -> tuple[ReconcileContext, flo
     if left > 0:
         return context, left
 
-    # Two runs that have waited for each other must not come again at the same moment: each has a pause of its
-    # own, from a half to one and a half times the common one.
+    # Two runs that waited for each other must not return at the same time. Multiply the pause by a factor
+    # from 0.5 to 1.5 that depends on the run's uid.
     count = memory.given_back + 1
     digest = hashlib.sha256(f"{context.run.uid}/{count}".encode()).digest()
     pause = find_delay(count, first=FIRST_PAUSE_SECONDS, longest=LONGEST_PAUSE_SECONDS)
     pause *= 0.5 + digest[0] / 255
-    # Whole seconds, as the status keeps them.
+    # Use whole seconds, because the status stores whole seconds.
     pause = float(int(context.now + pause)) - context.now
     memory = replace(memory, given_back=count, come_again_at=context.now + pause)
     return replace(context, memory=memory), pause
 
 
 def describe_give_back(context: ReconcileContext) -> str:
-    """Return why no pod is there, and when the next ones come."""
+    """Return why the run has no pods, and when they are requested again."""
     least = context.run.spec.nodes.min
     waited = format_duration(context.config.give_back_seconds)
     return (
