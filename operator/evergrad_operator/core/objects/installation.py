@@ -1,6 +1,6 @@
-"""Rules that one installation has for its runs, beside those that hold everywhere. Pure.
+"""Checks the rules that one installation sets for its runs, in addition to the general rules. Pure.
 
-``evergrad validate`` does not know them. The webhook and the check before a run's first pod do.
+``evergrad validate`` does not check these rules. The webhook and the check before a run's first pod do.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,47 +18,48 @@ _SETTING: Final = "runs.allowed.serviceAccountNames of the chart"
 IMAGE_SETTING: Final = "admissionPolicy.allowedImages of the chart"
 _CLASS_SETTING: Final = "admissionPolicy.allowedPriorityClasses of the chart"
 DELETES_RUN: Final = "Run"
-"""Value of ``spec.ttlDeletes`` by which a run asks for its own deletion."""
+"""Value of ``spec.ttlDeletes`` with which a run requests its own deletion."""
 
 
 @dataclass(frozen=True)
 class Granted:
-    """Images and priority classes that a profile of the installation names: a run that has this profile
-    may have them, too."""
+    """Images and priority classes in a profile of the installation. A run with this profile may use them."""
 
     images: frozenset[str] = frozenset()
     priority_classes: frozenset[str] = frozenset()
 
     def within(self, other: "Granted") -> "Granted":
-        """Return the names that ``other`` has, too."""
+        """Return the names that are also in ``other``."""
         classes = self.priority_classes & other.priority_classes
         return Granted(self.images & other.images, classes)
 
     def without(self, other: "Granted") -> "Granted":
-        """Return the names that ``other`` does not have."""
+        """Return the names that are not in ``other``."""
         classes = self.priority_classes - other.priority_classes
         return Granted(self.images - other.images, classes)
 
 
 @dataclass(frozen=True)
 class Installation:
-    """Limits and defaults that an installation sets for runs. The default allows no account and no deletion,
-    and any image and priority class."""
+    """Limits and defaults that an installation sets for runs.
+
+    The default allows no service account and no deletion, and any image and priority class.
+    """
 
     service_accounts: tuple[str, ...] = ()
-    """Names of the accounts that runs may have."""
+    """Names of the service accounts that runs may use."""
     access_mode: str = ""
-    """Access mode of new volumes whose run names none."""
+    """Access mode of new volumes if the run does not set one."""
     deletes_runs: bool = False
-    """Whether the operator deletes runs that ask for it a while after their end."""
+    """Whether the operator deletes runs that request it with ``spec.ttlDeletes: Run``."""
     images: tuple[str, ...] = ()
-    """Beginnings of the images that runs may have; none: any."""
+    """Prefixes of the images that runs may use; empty for any image."""
     priority_classes: tuple[str, ...] = ()
-    """Names of the priority classes that runs may have; none: any."""
+    """Names of the priority classes that runs may use; empty for any class."""
     profiles: str = ""
-    """The profiles of the installation, as JSON by name."""
+    """The profiles of the installation by name, as JSON."""
     granted: Granted = Granted()
-    """Names that the profile of one run allows it beside these."""
+    """Additional names that a run's profile allows."""
 
 
 NOTHING_ALLOWED: Final = Installation()
@@ -68,15 +69,15 @@ NO_DELETION: Final = Problem(
     "its operator has no right to delete TrainingRuns",
     "Write Children, or have runs.allowed.deletion of the chart set",
 )
-"""A run that asks for its own deletion where that is not allowed."""
+"""Problem of a run that requests its own deletion although the installation does not allow it."""
 
 
 def find_refusals(
     document: Mapping[str, Any], installation: Installation
 ) -> tuple[Problem, ...]:
-    """Find what this installation does not allow in ``document``, an object as the API server sends it.
+    """Return the problems of ``document`` by the rules of this installation.
 
-    Values that the manifest's own rules refuse are passed over.
+    ``document``: a raw TrainingRun from the API server. Values that the manifest's rules refuse are skipped.
     """
     found = []
     spec = get_map(document, "spec")
@@ -96,7 +97,8 @@ def find_refusals(
     if spec.get("ttlDeletes") == DELETES_RUN and not installation.deletes_runs:
         found.append(NO_DELETION)
 
-    # A default that the run does not see in its file, and that would leave all nodes but one without a place.
+    # Check the default access mode, which is not in the run's file. With ReadWriteOncePod only one node could
+    # start.
     storage, nodes = get_map(spec, "storage"), get_map(spec, "nodes")
     is_default = not storage.get("accessModes") and not storage.get("claimName")
     if is_default and installation.access_mode == FOR_ONE_POD:
@@ -106,10 +108,10 @@ def find_refusals(
 
 
 def find_beyond(spec: Mapping[str, Any], installation: Installation) -> Iterator[Problem]:
-    """Find the images and the priority class in ``spec`` that this installation does not allow.
+    """Yield a problem for each image and priority class in ``spec`` that this installation does not allow.
 
-    The chart's ValidatingAdmissionPolicy has the same rules for ``kubectl apply``. It sees neither profiles
-    nor runs from before it.
+    The chart's ValidatingAdmissionPolicy has the same rules for ``kubectl apply``, but does not check
+    profiles or runs that were created before the policy.
     """
     granted, allowed = installation.granted, installation.images
     for path, image in _list_images(spec) if allowed else ():
@@ -131,14 +133,14 @@ def find_beyond(spec: Mapping[str, Any], installation: Installation) -> Iterator
 
 
 def find_granted(defaults: Mapping[str, Any]) -> Granted:
-    """Return the images and the priority class that the ``defaults`` of a profile name."""
+    """Return the images and the priority class in the ``defaults`` of a profile."""
     name = _find_priority_class(defaults)
     images = frozenset(image for _, image in _list_images(defaults))
     return Granted(images, frozenset((name,) if name else ()))
 
 
 def _list_images(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return all images that ``spec`` names for pods, each with its path."""
+    """Return all images of containers in ``spec``, each with its path."""
     return [
         (container.path_of("image"), container.image)
         for container in containers_of({"spec": spec})

@@ -1,14 +1,14 @@
-"""Failures without progress: the ends that use up the budget, and the time that replacements wait. Pure.
+"""Counts failures without progress against the budget, and computes the delay of replacements. Pure.
 
 | end of a pod | budget |
 |---|---|
-| crash, out of memory, volume full, not started | one failure, if the pod came after the last counted |
-| any other, no host fault, of a pod hardly begun | free; from the fourth in a row on, replacements wait |
-| any other | free |
+| crash, out of memory, volume full, not started | one failure if the pod is newer than the last failure |
+| any other except a host fault, shortly after the pod's start | free; from the fourth in a row, replacements
+wait | | any other | free |
 
-Progress takes all of it back. The coordinator decides what progress is (its ``rules/progress.py``) and counts
-it. Only progress after the failure takes the failure back: the comparison begins with an answer that was
-asked for after the end of the pod was seen.
+Progress resets the budget. The coordinator defines progress (its ``rules/progress.py``) and counts it. Only
+progress after a failure resets the failure: the comparison starts with a status of the coordinator that was
+polled after the end of the pod was observed.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ _NO_SHORT_LIVES = frozenset(
         PodCause.USER_ERROR,
     }
 )
-"""Ends that do not count as short lives: the run is complete, or the host waits by a rule of its own."""
+"""Ends that do not count as short lives: the run is complete, or ``host_faults`` computes the delay."""
 
 
 def count_failures(
@@ -41,16 +41,16 @@ def count_failures(
     config: Config,
     now: float,
 ) -> Memory:
-    """Count the ends that use up the budget. ``newest``: when the youngest pod there was made.
+    """Count the ends that use up the budget. ``newest``: creation time of the youngest existing pod.
 
-    Pods that were there when the last failure was counted fell with it, and count no more.
+    Pods that existed when the last failure was counted belong to that failure and are not counted again.
     """
     budget = memory.budget
     for pod in ended:
         cause = describe_cause(pod)
         if cause in COUNTED and pod.created_at > budget.at:
-            # A run whose coordinator reports no step shows no progress either: there a long life of the pod
-            # stands in for it, and its end is a first failure again.
+            # If the coordinator reports no steps, it cannot report progress either. In that case a long life
+            # of the pod counts as progress, and the pod's end is the first failure again.
             is_silent = (
                 memory.training.step is None and memory.training.checkpoint_step is None
             )
@@ -80,7 +80,7 @@ def add_short_life(
     config: Config,
     now: float,
 ) -> Budget:
-    """Count a short life: it costs no failure, but such pods are not replaced at full speed for ever."""
+    """Count a short life. It costs no failure, but repeated short lives delay the replacements."""
     short_lives = budget.short_lives + 1
     retry_at = max(budget.retry_at, now + _delay(short_lives - _FREE_SHORT_LIVES, config))
     return replace(
@@ -99,16 +99,20 @@ def _delay(count: int, config: Config) -> float:
 
 
 def find_delay(count: int, *, first: float, longest: float) -> float:
-    """Return the seconds to wait, twice as many each time; none for the very first, which is most often a
-    lone accident."""
+    """Return the seconds to wait before attempt ``count``, doubled each time up to ``longest``.
+
+    The delay is 0 if ``count`` is below 1, because most first failures do not repeat. For example, with
+    ``first=10`` the delays for the counts 0, 1, 2 and 3 are 0, 10, 20 and 40 s.
+    """
     if count < 1:
         return 0.0
-    # The exponent is bounded, because a float is not: 2.0 ** 1024 raises.
+    # Limit the exponent, because 2.0 ** 1024 raises OverflowError.
     return min(longest, first * 2.0 ** min(count - 1, 30))
 
 
 def _mark(budget: Budget, memory: Memory) -> Budget:
-    """Note how far training has come. Nothing is progress before ``begin_count`` has seen a newer answer."""
+    """Record the current step and checkpoint. No step counts as progress before ``begin_count`` sets
+    ``since``."""
     training = memory.training
     step = -1 if training.step is None else training.step
     checkpoint = -1 if training.checkpoint_step is None else training.checkpoint_step
@@ -121,9 +125,9 @@ def _mark(budget: Budget, memory: Memory) -> Budget:
 
 
 def begin_count(memory: Memory, observation: Observation) -> Memory:
-    """Note the first answer from after the last failure: only what follows it is progress since then.
+    """Record the coordinator's first status after the last failure. Only steps after it count as progress.
 
-    ``observation``: with an answer of the run's newest coordinator.
+    ``observation``: must contain a status of the run's newest coordinator.
     """
     budget, progress = memory.budget, observation.progress
     has_failed = budget.failures or budget.short_lives
@@ -139,7 +143,7 @@ def begin_count(memory: Memory, observation: Observation) -> Memory:
 def forgive(
     memory: Memory, observation: Observation, progress: CoordinatorStatus
 ) -> Memory:
-    """Take back all failures if there was progress since the last one."""
+    """Reset the budget if there was progress since the last failure."""
     is_fresh = observation.run.parsed.recovery == "fresh"
     if _has_progress(memory, progress, is_fresh=is_fresh):
         return replace(memory, budget=Budget(at=memory.budget.at))
@@ -154,8 +158,9 @@ def _has_progress(memory: Memory, progress: CoordinatorStatus, *, is_fresh: bool
     if progress.attempt == attempt and progress.new_steps is not None:
         return progress.new_steps > known
 
-    # Another coordinator counts from its own start, and does not know the steps that were reached before it.
-    # An older one does not count at all.
+    # A new coordinator counts from 0 and does not have the steps before its start. Coordinators of older
+    # releases do not count. In both cases compare the newest step, or the newest checkpoint, with the
+    # recorded value.
     if progress.new_steps == 0:
         return False
     newest, mark = training.step, budget.step

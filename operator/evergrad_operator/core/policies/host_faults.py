@@ -1,21 +1,21 @@
-"""Ends that are the fault of a host or a moment, not of the run. Pure.
+"""Counts ends that are caused by a host or a transient problem, not by the run. Pure.
 
-They cost no failure of the budget. The pod comes back, later each time, on another host if there is one;
-other nodes and the coordinator do not wait.
+Such ends cost no failure of the budget. The pod is recreated with a growing delay, on another host if
+possible. Other nodes and the coordinator do not wait.
 
-| end of a node's pod | taken for |
+| end of a node's pod | counted as |
 |---|---|
 | exit code 70 with kind ``environment``, such as an unwritable mount or a missing device | a host fault |
 | refused by the kubelet, such as by a device plugin | a host fault |
 | exit code 64 after a group has formed, which shows that configuration and data are right | a host fault |
-| exit code 64 before | an input error: final once it is confirmed, tried again like a host fault until then |
+| exit code 64 before a group has formed | an input error: retried like a host fault until it is confirmed |
 
-A host that failed the run is avoided by new pods as long as there are others, and forgotten 24 hours after
-its last fault. An end that a process of the run causes by itself (a crash, a lost peer, a value that is not
-finite) accuses no host, and neither does a lost or drained one, which the scheduler knows.
+New pods avoid a host with faults if other hosts are available. A host is forgotten 24 hours after its last
+fault. Ends that the run itself causes (a crash, a lost peer, a value that is not finite) do not count against
+the host. Neither do lost or drained hosts, because the scheduler handles them.
 
-An input error is confirmed by two nodes on two hosts, by two tries of one node, or where the run has one node
-or one host.
+An input error is confirmed if two nodes on two hosts report it, if two attempts of one node report it, or if
+the run has only one node or one host.
 """
 
 from collections.abc import Sequence
@@ -36,12 +36,12 @@ from evergrad_operator.core.observe.pods import PodState, describe_cause
 from evergrad_operator.core.policies.budget import find_delay
 
 MANY_FAULTS: Final = 6
-"""Host faults in a row after which a run that does not train needs a person: they took a minute of pauses,
-and as many starts."""
+"""Number of consecutive host faults after which a run that does not train needs a person."""
 _SECOND_OPINION_SECONDS: Final = 15.0
-"""Time in which other nodes may find the same input error; meanwhile no pod is made for it."""
+"""Time in which other nodes may report the same input error. No replacement is created during this time."""
 WELL_SECONDS: Final = 180.0
-"""Time after which a running pod has imported its libraries and joined: its host is good."""
+"""Time after which a running pod has imported its libraries and joined, so that its host counts as
+healthy."""
 
 
 def note_host_faults(
@@ -52,16 +52,16 @@ def note_host_faults(
     config: Config,
     now: float,
 ) -> Memory:
-    """Count the ends among ``ended`` that are faults of hosts. ``newest``: when the youngest pod there was
-    made.
+    """Count the ends among ``ended`` that are host faults. ``newest``: creation time of the youngest existing
+    pod.
 
-    Pods that were there when the last one was counted fell with it, and count no more.
+    Pods that existed when the last fault was counted belong to that fault and are not counted again.
     """
     faulty = [pod for pod in ended if is_host_fault(pod)]
     if not faulty:
         return memory
     known = memory.faults
-    # Exit code 64 may be the input's fault only while no group has formed; later it is the host that differs.
+    # Exit code 64 can be an input error only before a group has formed. Later it is caused by the host.
     accused = [
         RecordedInputError(pod.index, pod.node_name)
         for pod in faulty
@@ -69,7 +69,8 @@ def note_host_faults(
     ]
     errors = (*memory.input_errors, *accused)
 
-    # The first replacement comes at once, except where other nodes may be about to find the same input error.
+    # Create the first replacement without delay, unless other nodes may be about to report the same input
+    # error.
     in_a_row = known.in_a_row + any(pod.created_at > known.at for pod in faulty)
     delay = find_delay(
         in_a_row - 1,
@@ -79,7 +80,7 @@ def note_host_faults(
     if accused:
         delay = max(delay, _SECOND_OPINION_SECONDS)
 
-    # The host of the last fault comes last: the oldest is forgotten first.
+    # Move the host of the last fault to the end, so that the host with the oldest fault is dropped first.
     hosts, seen = dict(known.hosts), dict(known.seen)
     for pod in faulty:
         if pod.node_name:
@@ -102,7 +103,8 @@ def note_host_faults(
 
 
 def is_host_fault(pod: PodState) -> bool:
-    """Whether a pod's end is tried again at no cost, as an exit code 64 is until it is confirmed."""
+    """Return whether a pod's end is retried without costing a failure. Exit code 64 is, until it is
+    confirmed."""
     return describe_cause(pod) in (
         PodCause.HOST_FAULT,
         PodCause.REFUSED_BY_NODE,
@@ -111,7 +113,7 @@ def is_host_fault(pod: PodState) -> bool:
 
 
 def forget_hosts(faults: HostFaults, now: float) -> HostFaults:
-    """Forget hosts whose last fault is old."""
+    """Return the faults without hosts whose last fault is older than ``REMEMBERED_SECONDS``."""
     times = dict(faults.seen)
     kept = tuple(
         (host, count)
@@ -126,13 +128,14 @@ def forget_hosts(faults: HostFaults, now: float) -> HostFaults:
 
 
 def forgive_hosts(memory: Memory, observation: Observation, now: float) -> Memory:
-    """Forget nodes that are well again; once all are, the next fault is a first one.
+    """Return the memory without nodes that have recovered. If all have recovered, the count of faults
+    restarts.
 
-    The hosts are still avoided, each until its last fault is old.
+    Their hosts are still avoided until ``REMEMBERED_SECONDS`` after the last fault.
     """
     faults = forget_hosts(memory.faults, now)
     memory = replace(memory, faults=faults)
-    # A node is well once its pod has run for long enough, and forgotten once the run has fewer nodes.
+    # A node has recovered after its pod has run for WELL_SECONDS. Also drop nodes above the run's maximum.
     live = [pod for pod in observation.nodes if pod.is_live and pod.started_at is not None]
     well = {pod.index for pod in live if now - (pod.started_at or now) >= WELL_SECONDS}
     surplus = {
@@ -151,16 +154,16 @@ def forgive_hosts(memory: Memory, observation: Observation, now: float) -> Memor
 
 
 def is_input_error_confirmed(memory: Memory, observation: Observation) -> bool:
-    """Whether a person's mistake is the only explanation of the exit codes 64 so far."""
+    """Return whether an input error is confirmed as the cause of the exit codes 64 so far."""
     errors = memory.input_errors
-    # A group that has formed shows that configuration and data are right.
+    # If a group has formed, configuration and data are valid.
     if not errors or memory.has_formed:
         return False
     has_tried_twice = len({error.node for error in errors}) < len(errors)
     if has_tried_twice or observation.run.spec.nodes.largest == 1:
         return True
 
-    # Two nodes on two hosts agree: it is the input, and not a host.
+    # Two nodes on two hosts report the error, so the input is the cause and not a host.
     if any(
         one.node != other.node and one.host != other.host
         for one in errors
@@ -168,7 +171,8 @@ def is_input_error_confirmed(memory: Memory, observation: Observation) -> bool:
     ):
         return True
 
-    # Where all pods are on one host, no second host can confirm it. A pod without a host may still get one.
+    # If all pods are on one host, no second host can confirm the error. A pod without a host may still get
+    # another.
     pods = [pod for pod in observation.nodes if pod.restart == memory.restart]
     hosts = {pod.node_name for pod in pods if pod.node_name}
     return len(hosts) == 1 and all(pod.node_name for pod in pods if pod.is_live)

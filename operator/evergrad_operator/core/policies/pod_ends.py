@@ -1,7 +1,7 @@
-"""Ends of nodes' pods: each is counted once, whatever happens between two writes. Pure.
+"""Counts the ends of nodes' pods, each end exactly once. Pure.
 
-A pod's end is counted when it is first seen to be over. The memory holds each node's newest attempt and
-whether its end is counted.
+A pod's end is counted when it is first observed. The memory stores each node's newest attempt and whether its
+end is counted.
 """
 
 from collections.abc import Iterable
@@ -26,20 +26,20 @@ def note_nodes(
     for pod in observation.nodes:
         pods.setdefault(pod.index, []).append(pod)
 
-    # An end is counted where the memory knows the pod's attempt and has not recorded it: the same pod, seen
-    # again by a later pass or another operator, counts no more.
+    # Count an end only if the memory has not recorded it for the pod's attempt. A later pass or another
+    # operator that observes the same pod does not count it again.
     attempts, recorded = list(memory.attempts), set(memory.recorded)
     ended: list[PodState] = []
     vanished = []
     attempts += [-1] * (1 + max(pods, default=-1) - len(attempts))
     for index in range(len(attempts)):
-        # A pod that was known and is gone has ended unseen.
+        # A recorded pod that no longer exists has ended unobserved.
         mine = pods.get(index, [])
         is_gone = all(pod.attempt != attempts[index] for pod in mine)
         if is_gone and attempts[index] >= 0 and index not in recorded:
             vanished.append((index, attempts[index]))
             recorded.add(index)
-        # A pod of an attempt that was counted before is past, however long it stays for its logs.
+        # Skip pods of attempts that were counted before. They may stay a long time for their logs.
         for pod in mine:
             is_counted = pod.attempt == attempts[index] and index in recorded
             if is_counted or pod.attempt < attempts[index]:
@@ -50,7 +50,7 @@ def note_nodes(
                 ended.append(pod)
                 recorded.add(index)
 
-    # Ends of pods that the operator itself sends away are nobody's fault and no restart.
+    # Ends of pods that the operator itself deletes are neither failures nor restarts.
     is_sent_away = is_letting_go(observation, memory)
     first_released = 0 if is_sent_away else observation.run.spec.nodes.largest
     released = frozenset(range(first_released, len(attempts)))
@@ -62,12 +62,12 @@ def note_nodes(
         memory, attempts=tuple(attempts), recorded=frozenset(recorded | released)
     )
 
-    # The order matters: causes and counters first, then the budget and the hosts, which read them.
+    # Update causes and counters before the budget and the hosts, which read them.
     memory = _add_ends(memory, observation, counted, lost, now)
     memory = note_pods(memory, counted, now)
 
-    # The time at which the youngest pod was made that was there as these ended. Successors, made by an
-    # operator that died before it could write this down, do not count as having been there.
+    # Find the creation time of the youngest pod that existed when these pods ended. Leave out replacements
+    # that an operator created before it stopped without recording the ends.
     last = {pod.index: pod.attempt for pod in counted}
     were_there = [
         pod.created_at
@@ -81,7 +81,7 @@ def note_nodes(
 
 
 def is_letting_go(observation: Observation, memory: Memory) -> bool:
-    """Whether the operator itself sends the run's pods away."""
+    """Return whether the operator itself deletes the run's pods."""
     return observation.run.spec.suspend or memory.is_stopped or memory.finish is not None
 
 
@@ -92,7 +92,7 @@ def _add_ends(
     vanished: Iterable[tuple[int, int]],
     now: float,
 ) -> Memory:
-    """Write down each end, and count as a restart what is started again."""
+    """Record each end, and count it as a restart if the pod is replaced."""
     records = []
     for pod in ended:
         code = pod.end.exit_code if pod.end else None
@@ -102,8 +102,8 @@ def _add_ends(
         name = names.node_pod_name(observation.run.name, index, attempt)
         records.append(EndRecord(name, PodCause.DELETED, None, now))
 
-    # An exit code 64 that most likely ends the run restarts nothing: before a group has formed, and after the
-    # coordinator's outcome.
+    # An exit code 64 that probably ends the run is not a restart: before a group has formed, and after the
+    # coordinator has reported the failure.
     is_over = observation.progress is not None and observation.progress.phase == "Failed"
     no_restart = {PodCause.DONE}
     if is_over or not memory.has_formed:

@@ -1,4 +1,5 @@
-"""The pods that a training run should have: one live pod a node, one coordinator, none above the bounds."""
+"""Decides on the pods of a training run: one live pod per node, one coordinator, and no pods above the
+bounds."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -14,16 +15,16 @@ from evergrad_operator.core.policies.lifecycle import earliest, remove
 from evergrad_operator.core.policies.record import find_own_record
 
 COORDINATOR_SILENCE_SECONDS: Final = 10.0
-"""Silence after which a coordinator is replaced: its nodes wait no longer for it either."""
+"""Time without an answer after which a coordinator is replaced. Its nodes wait for the same time."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Pods to make and to delete. ``missing``: nodes without a live pod, those that have to wait included,
-    but for those that wait for the gang.
+    """The pods to create and to delete.
 
-    ``faulty``: nodes that wait after a host fault, while others do not. ``withdrawn``: nodes whose pods go
-    once the status shows that their end counts for nothing.
+    ``missing``: number of nodes without a live pod, including nodes that have to wait, but without nodes that
+    wait for the gang. ``faulty``: nodes that wait after a host fault. ``withdrawn``: nodes whose pods are
+    deleted after the status shows that their ends are not counted.
     """
 
     nodes_to_create: tuple[tuple[int, int], ...]
@@ -41,34 +42,35 @@ class Scale:
 def decide_scale(context: ReconcileContext) -> Scale:
     """Decide on the pods of a run that trains or wants to."""
     newest, surplus = _find_newest(context)
-    # Ended pods that a newer ended one of the same node has made useless go, too; the newest stays for its
-    # logs. Pods are sorted: the highest attempt of each node comes last.
+    # Delete all ended pods of a node except the newest, which stays for its logs. The pods are sorted; the
+    # highest attempt of each node comes last.
     ended = [pod for pod in context.nodes if pod.end is not None]
     newest_ended = {pod.index: pod for pod in ended}
     surplus += [pod for pod in ended if newest_ended[pod.index] is not pod]
 
-    # Which nodes get a pod now, and which have to wait: for the budget, for the last holder of the state, or
-    # after a fault of their host.
+    # Decide which nodes get a pod now, and which nodes wait: for the budget, for the last holder of the
+    # state, or after a host fault.
     missing = [
         index for index in range(context.run.spec.nodes.largest) if index not in newest
     ]
     is_waiting = is_backing_off(context)
-    # The same node to the coordinator: a successor would cut the save of the last holder short.
+    # Do not replace the last holder yet. To the coordinator a new pod is the same node, and would interrupt
+    # the save.
     held = context.last_holders
     faults = context.memory.faults
     is_faulty = context.now < faults.retry_at
     faulty = faults.nodes.intersection(missing if is_faulty else ())
     due = [] if is_waiting else [index for index in missing if index not in held | faulty]
 
-    # A queue admits some nodes together, and others only after them. The end of a pod that goes for that
-    # reason is counted before it comes, or it would look like a loss.
+    # A queue admits some nodes together, and other nodes only after them. Record the end of a pod that is
+    # withdrawn for this reason before deleting it. Otherwise its end would count as a loss.
     queueing, known = decide_queueing(context, missing, due), context.observation.status
     leaving = queueing.withdrawn
     counted = [pod for pod in leaving if known.has_recorded(pod.index, pod.attempt)]
     surplus += [pod for pod in counted if pod not in surplus]
     withdrawn = frozenset(pod.index for pod in leaving if pod not in counted)
 
-    # An attempt is beyond all that are known, so that no name is used twice.
+    # Use an attempt above all known attempts, so that no name is used twice.
     visible = {pod.index: pod.attempt for pod in context.nodes}
     nodes_to_create = tuple(
         (index, 1 + max(visible.get(index, -1), context.memory.attempt_of(index)))
@@ -97,11 +99,12 @@ def decide_scale(context: ReconcileContext) -> Scale:
 
 
 def _find_bounds(context: ReconcileContext) -> NodeBounds | None:
-    """Return the bounds that the coordinator has to be sent; None where it has them, or its group is over."""
+    """Return the bounds to send to the coordinator; None if it has them already or its group is over."""
     progress, nodes = context.progress, context.run.spec.nodes
     if progress is None or progress.phase in ("Complete", "Stopped", "Failed"):
         return None
-    # A coordinator of an older release reports no number of failures, and gets none for that reason alone.
+    # A coordinator of an older release reports no number of failures. Do not send bounds only for that
+    # reason.
     most = context.run.spec.failure_policy.max_failures_without_progress
     failures = most if progress.max_failures is None else progress.max_failures
     wanted = NodeBounds(nodes.min, nodes.largest, most)
@@ -110,15 +113,15 @@ def _find_bounds(context: ReconcileContext) -> NodeBounds | None:
 
 
 def find_epoch(context: ReconcileContext) -> int:
-    """Return the epoch of the coordinator that serves, or of the next one."""
+    """Return the epoch of the live coordinator; if there is none, of the next coordinator."""
     return _find_coordinators(context)[1]
 
 
 def _find_newest(context: ReconcileContext) -> tuple[dict[int, PodState], list[PodState]]:
-    """Return the newest live pod of each node, and the live pods that are to go."""
+    """Return the newest live pod of each node, and the live pods to delete."""
     most, memory = context.run.spec.nodes.largest, context.memory
 
-    # A second pod of a node is there where an operator died between its creation and the status write.
+    # A node has a second pod if an operator stopped after creating the pod and before writing the status.
     newest: dict[int, PodState] = {}
     for pod in context.live:
         known = newest.get(pod.index)
@@ -136,8 +139,10 @@ def _find_newest(context: ReconcileContext) -> tuple[dict[int, PodState], list[P
 
 
 def is_digest_missing(pod: PodState, memory: Memory) -> bool:
-    """Whether its host cannot get the image by the digest, as where images are brought by hand: the next pod
-    asks for the tag."""
+    """Return whether the pod's host cannot pull the image by digest.
+
+    For example, the image was loaded onto the host by hand. The next pod then uses the tag.
+    """
     digest = "" if memory.image_pin else pin_image(memory.image, memory.image_id)
     return bool(digest) and pod.is_image_missing and pod.waiting_image == digest
 
@@ -145,9 +150,9 @@ def is_digest_missing(pod: PodState, memory: Memory) -> bool:
 def _find_coordinators(
     context: ReconcileContext,
 ) -> tuple[int | None, int, list[PodState]]:
-    """Return the attempt to create, None if one is there, the newest epoch, and the coordinators that go.
+    """Return the attempt to create, the newest epoch, and the coordinators to delete.
 
-    Epochs only grow, also over a lost status.
+    The attempt is None if there is a live coordinator. Epochs never decrease, even if the status is lost.
     """
     live = context.observation.live_coordinator
     attempt: int | None = None
@@ -155,37 +160,36 @@ def _find_coordinators(
         epoch = live.attempt
     else:
         own, memory = find_own_record(context), context.memory
-        # The next epoch is beyond all that are known: by pods, status and the volume.
+        # The next epoch is above all epochs in pods, the status and the record on the volume.
         known = max((pod.attempt for pod in context.observation.coordinators), default=-1)
         epoch = 1 + max(known, memory.coordinator.attempt)
-        # The epoch is written to the PVC before the pod is made. After a crash between the two, the PVC names
-        # an epoch that no pod has had: it is used if the status lists no such pod, or, without a status, if
-        # no node carries it.
+        # The epoch is written to the PVC before the pod is created. If the operator stops in between, the PVC
+        # has an epoch without a pod. Use that epoch if the status is known, or if there are no nodes.
         if own is not None:
             is_ours = own.uid == context.run.uid
             is_still_to_be_made = is_ours and (memory.is_known or not context.nodes)
             epoch = max(epoch, own.epoch if is_still_to_be_made else own.epoch + 1)
         attempt = epoch
 
-    # Coordinators of earlier epochs go; nodes obey only the newest in any case.
+    # Delete coordinators of earlier epochs. Nodes accept only the newest coordinator in any case.
     older = [
         pod
         for pod in context.observation.coordinators
         if not pod.is_deleting and pod.attempt < epoch
     ]
-    # One that Kueue holds in no queue, or in one that the run has left for another, is made again there.
-    # As with nodes, the status shows first that its end counts for nothing.
+    # Recreate a coordinator that Kueue holds in no queue or in a queue that the run no longer names. As with
+    # nodes, first record in the status that its end is not counted.
     noted = context.observation.status.coordinator
     is_noted = noted.is_queued and noted.is_recorded and noted.attempt == epoch
     if live is not None and context.observation.is_coordinator_stranded and is_noted:
         older.append(live)
         return attempt, epoch, older
 
-    # The live one is lost if it has served, and its host is silent for longer than its nodes wait for it:
-    # Kubernetes gives up a pod on a dead host after 45 s and more. Its successor, which takes the group over
-    # as it is, is made only once it is being deleted: the API server keeps the deletion, whatever becomes of
-    # this operator. One that has never answered is kept: it may be the operator that cannot reach it. The
-    # same holds while most others are silent, too.
+    # Replace the live coordinator if it has answered before and its host has been silent for longer than its
+    # nodes wait. Kubernetes itself gives up a pod on a dead host only after 45 s or more. The new
+    # coordinator, which takes over the group, is created only after the deletion has started: the API server
+    # keeps the deletion even if this operator stops. Keep a coordinator that has never answered, or if most
+    # other coordinators are silent too, because the operator's network may be the cause.
     silence = context.observation.silence
     if (
         live is not None
