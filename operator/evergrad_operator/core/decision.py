@@ -1,4 +1,4 @@
-"""The values that a decision is made of. Pure."""
+"""The types of a decision about a run. Pure."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,23 +9,24 @@ from evergrad_operator.core.observe.observe import VolumeRecord
 
 
 class Action(StrEnum):
-    """The kinds of a decision about a run as a whole."""
+    """The actions that a decision can request for a run."""
 
     RUN = "Run"
-    """Have coordinator and nodes."""
+    """Run the coordinator and the nodes."""
     HOLD = "Hold"
-    """Leave everything as it is: something is in the way, or the run is being deleted."""
+    """Change nothing, because there is an obstacle or the run is being deleted."""
     STOP = "Stop"
-    """Have neither: nodes leave first, then the coordinator."""
+    """Delete the nodes first, then the coordinator."""
     FINISH = "Finish"
-    """The run is over: nothing is made, what is left ends."""
+    """The run is over: create no pods, and let the remaining pods end."""
     CLEAN = "Clean"
-    """The run has been over for long: its children go, or the run with all of them; the volume stays."""
+    """The run's TTL has passed: delete its children, or the run with all its children. The volume stays."""
 
 
 @dataclass(frozen=True)
 class NodeBounds:
-    """Numbers of nodes that may train and of allowed failures, for POST /bounds of the coordinator."""
+    """Minimum and maximum number of nodes, and number of allowed failures, for the coordinator's POST
+    /bounds."""
 
     min: int
     max: int
@@ -34,7 +35,7 @@ class NodeBounds:
 
 @dataclass(frozen=True)
 class PodDeletion:
-    """One pod to delete, if it is still that one. ``grace_seconds``: None leaves it to the pod."""
+    """One pod to delete. ``uid``: precondition. ``grace_seconds``: None uses the pod's own grace period."""
 
     name: str
     uid: str
@@ -43,8 +44,7 @@ class PodDeletion:
 
 @dataclass(frozen=True)
 class EvaluationPod:
-    """The pod to make for the checkpoint of ``step``. ``host``: the only one that it may run on, empty for
-    any."""
+    """The pod to create for the checkpoint of ``step``. ``host``: required host; empty for any host."""
 
     step: int
     attempt: int
@@ -55,8 +55,8 @@ class EvaluationPod:
 class Gang:
     """Nodes that a queue admits together.
 
-    ``minimum``: nodes from this index on are elastic, and admitted alone. ``number`` and ``size``: of the
-    group that those of ``members`` join that are made now; other nodes join none.
+    ``minimum``: nodes with this index or a higher index are elastic and admitted alone. ``number``, ``size``:
+    the group that new pods of ``members`` join. Other nodes join no group.
     """
 
     minimum: int
@@ -67,12 +67,13 @@ class Gang:
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision: what to do with a run, and why. ``memory`` goes into the status; ``requeue_after`` in
-    seconds.
+    """The actions to take for a run, and the reason.
 
-    ``record``: what the PVC shall say of the run, None to leave it. ``gang``: None for a run without a queue.
-    ``joins_group``: nodes that are made now are in the run's PodGroup. ``deletes_run``: the TrainingRun
-    itself goes, too. ``is_blocked``: nothing goes on before a person has done what ``message`` says.
+    ``memory``: written to the status. ``gang``: None for a run without a queue. ``joins_group``: new nodes
+    belong to the run's PodGroup. ``record``: the record to write to the PVC; None for no change.
+    ``deletes_run``: also delete the TrainingRun. ``is_blocked``: the run cannot continue before a person
+    follows ``message``.
+    ``requeue_after``: seconds until the next pass; None if no pass is scheduled.
     """
 
     action: Action

@@ -1,6 +1,6 @@
-"""A raw TrainingRun, as the API server has it → the manifest's own models, and every problem it has. Pure.
+"""Parses a raw TrainingRun from the API server into the manifest's models, and finds all its problems. Pure.
 
-The models, their defaults and their rules are the manifest's, as everywhere. This module adds only the parts
+The models, their defaults and their rules come from the manifest package. This module adds only the fields
 that Kubernetes adds to a run.
 """
 
@@ -42,17 +42,19 @@ _FIXED: Final = (
     *(f"spec.{field}" for field in FIXED),
     *(f"spec.training.{section}" for section in RECIPE_SECTIONS),
 )
-"""Paths that are fixed once a run has begun."""
+"""Paths that cannot change after a run has begun."""
 _IMAGE: Final = "spec.image"
 _ALLOW_IMAGE: Final = f"Have it added to {IMAGE_SETTING}, or make a new TrainingRun"
-"""Remedy for an image that is fixed and not allowed any more."""
+"""Remedy for an image that cannot change and is no longer allowed."""
 _OUT_OF_THE_VOLUME: Final = "spec.storage.path"
 
 
 @dataclass(frozen=True)
 class ParsedSpec:
-    """The content of one generation of a run, without its typed recipe, which is the nodes' alone,
-    and large."""
+    """The content of one generation of a run, without its typed recipe.
+
+    The recipe is large, and only the nodes need it.
+    """
 
     spec: Spec
     """``training`` is always None; ``is_typed`` distinguishes the two kinds of run."""
@@ -60,40 +62,41 @@ class ParsedSpec:
     is_whole: bool
     """Whether every field could be read.
 
-    If not, something in the recipe is unreadable.
+    If not, a part of the recipe cannot be read.
     """
     problems: tuple[Problem, ...]
-    """All problems that ``evergrad validate`` would find, except outdated spellings, and those that only this
-    installation has."""
+    """All problems that ``evergrad validate`` would find, except outdated spellings, and the problems by the
+    rules of this installation."""
     outdated: tuple[Problem, ...]
-    """Spellings that an earlier version accepted and this one reads once more, each with its remedy."""
+    """Spellings that earlier versions accepted and this version still reads, each with its remedy."""
     recovery: Recovery
     metrics_port: int | None
-    """Port of a node's metrics; None where the run names none, 0 for any free one."""
+    """Port of a node's metrics; None if the run does not set one, 0 for any free port."""
     recipe_hash: str
-    """Hash of the recipe's meaning, as checkpoints carry it: the horizon is left out. Empty for a run that is
-    not whole."""
+    """Hash of the recipe's meaning without the horizon, as stored in checkpoints. Empty if the run is not
+    whole."""
     spelling_hash: str
-    """Hash of the recipe as it is spelt: records of older versions have it."""
+    """Hash of the recipe's text. Records of older versions contain this hash."""
     total_steps: int | None
-    """Steps that the horizon asks for; None for a script, and for a horizon that depends on the data."""
+    """Number of steps of the horizon; None for a script, and for a horizon that depends on the data."""
     settings_hash: str
-    """Hash of the settings that nodes must share while they train together; empty for a script, and for a
-    recipe that is unreadable."""
+    """Hash of the settings that nodes must share while they train together. Empty for a script, and for a
+    recipe that cannot be read."""
     preparation_hash: str = ""
-    """Hash of all that decides what ``spec.preparation`` makes; empty for a run without the section, for a
-    script, and for a recipe that is unreadable."""
+    """Hash of all fields that affect the prepared data. Empty for a run without ``spec.preparation``, for a
+    script, and for a recipe that cannot be read."""
     refusals: tuple[Problem, ...] = ()
-    """Those of ``problems`` that only this installation has."""
+    """The part of ``problems`` that comes from the rules of this installation."""
     of_profile: tuple[Problem, ...] = ()
-    """What is wrong with the profile itself."""
+    """Problems of the profile itself."""
 
 
 @dataclass(frozen=True)
 class ParsedRun:
-    """One TrainingRun. ``uid``, ``generation`` and ``created_at`` are empty and 0 for an object that no API
-    server has seen.
+    """One TrainingRun.
 
+    ``uid`` is empty, and ``generation`` and ``created_at`` are 0, if the object was not stored in an API
+    server.
     ``created_at``: seconds since 1970.
     """
 
@@ -117,22 +120,22 @@ class ParsedRun:
 
     @property
     def is_orphaning(self) -> bool:
-        """Whether it is being deleted without its children, as by ``kubectl delete --cascade=orphan``."""
+        """Whether the run is being deleted without its children, for example with
+        ``kubectl delete --cascade=orphan``."""
         finalizers = get_map(self.raw, "metadata").get("finalizers") or ()
         return self.is_deleting and "orphan" in finalizers
 
     @property
     def has_new_spec(self) -> bool:
-        """Whether an earlier generation was acted upon last, or the last status says that this one could not
-        be."""
+        """Whether the last status is for an earlier generation, or refused this generation as invalid."""
         status = get_map(self.raw, "status")
-        # A file that one version of the operator refuses may be readable to the next.
+        # The next version of the operator may be able to read a file that this version refused.
         is_refused = get_text(status, "reason") == Reason.INVALID_SPEC
         return is_refused or get_int(status, "observedGeneration") != self.generation
 
     @property
     def queue(self) -> str:
-        """The LocalQueue of Kueue that it names, empty for none."""
+        """The Kueue LocalQueue that the run names; empty if there is none."""
         return self.labels.get(LABEL_QUEUE, "")
 
     @property
@@ -142,18 +145,18 @@ class ParsedRun:
 
     @property
     def volume_path(self) -> str:
-        """The run directory inside the PVC, without needless parts."""
+        """The run directory inside the PVC as a normalized relative path."""
         path = self.spec.storage.path or self.name
         parts = [part for part in path.split("/") if part not in ("", ".")]
         return "/".join(parts)
 
     def find_obstacles(self, *, has_begun: bool) -> tuple[Problem, ...]:
-        """Return the problems for which no pod is made, those of its profile last. ``has_begun``: an earlier
-        generation was found valid.
+        """Return the problems that prevent the creation of pods, problems of the profile last.
 
-        Fields that are fixed once a run has begun cannot be corrected any more. A rule that came with a later
-        version of the operator is therefore not held against them. What the installation refuses always is:
-        a profile may have brought it with a restart.
+        ``has_begun``: an earlier generation was valid. After a run has begun, some fields cannot be
+        corrected. Problems of these fields are therefore ignored, because they come from rules of a later
+        version of the operator. Problems by the rules of the installation are always returned, because a
+        restart may have applied another profile.
         """
         if not has_begun or not self.parsed.is_whole:
             return self.parsed.problems + self.parsed.of_profile
@@ -171,7 +174,7 @@ class ParsedRun:
 
 
 def is_managed_here(raw: Mapping[str, Any]) -> bool:
-    """Whether the run is this operator's business, and not that of the controller in ``spec.managedBy``."""
+    """Return whether this operator manages the run, and no other controller in ``spec.managedBy``."""
     return get_text(get_map(raw, "spec"), "managedBy") in ("", MANAGER)
 
 
@@ -181,15 +184,14 @@ def parse_run(
     *,
     profile: RunProfile = NO_PROFILE,
 ) -> ParsedRun:
-    """Return the run in ``raw``, which has the defaults of ``profile``. ``parsed``: its spec, where that is
-    known already.
+    """Return the run in ``raw``, which already contains the defaults of ``profile``.
 
-    Raises SpecError where the envelope cannot be read.
+    ``parsed``: the parsed spec, if it is known already. Raises SpecError if the envelope cannot be read.
     """
     metadata = get_map(raw, "metadata")
     found = parse_spec(raw) if parsed is None else parsed
     if found.outdated:
-        # The nodes read the spec from the ConfigMap, and new ones are of this version: they get its spelling.
+        # Use the current spelling, because new nodes have this version and read the spec from the ConfigMap.
         raw = {**raw, "spec": with_plain_numbers(manifest_of(raw))[0]["spec"]}
     return ParsedRun(
         name=get_text(metadata, "name"),
@@ -211,22 +213,23 @@ def parse_spec(
     installation: Installation = NOTHING_ALLOWED,
     profile: RunProfile = NO_PROFILE,
 ) -> ParsedSpec:
-    """Read and check the whole of a run, also by the rules of this installation.
+    """Parse and check a run by the general rules and the rules of this installation.
 
-    ``raw`` may already have the defaults of its profile. Raises SpecError, with all problems, where its
-    envelope is unreadable.
+    ``raw`` may already contain the defaults of its profile. Raises SpecError, with all problems, if the
+    envelope cannot be read.
     """
     verdict = check(raw, installation, profile, is_stored=True)
     run, problems = verdict.run, verdict.problems
     raw_spec = get_map(verdict.manifest, "spec")
 
     training = None if run is None else run.spec.training
-    # As the user has spelt it: records of older versions have the hash of that.
+    # Keep the user's spelling, because records of older versions contain the hash of the text.
     raw_training = get_map(raw, "spec").get("training")
     if run is not None:
         spec = run.spec.model_copy(update={"training": None})
     else:
-        # Only the nodes need the recipe: without it a run can still be explained, suspended and deleted.
+        # Only the nodes need the recipe. Without it, the operator can still report, suspend and delete the
+        # run.
         try:
             envelope = {key: value for key, value in raw_spec.items() if key != "training"}
             spec = Spec.model_validate(without_nulls(envelope, Spec))
@@ -260,9 +263,9 @@ def parse_spec(
 
 
 class SpecCache:
-    """Parsed specs by run: one is parsed anew only when its uid, its generation or its profile is another.
+    """Caches one parsed spec per run.
 
-    At most one a run is kept.
+    A spec is parsed again only if the uid, the generation or the profile of the run has changed.
     """
 
     def __init__(self, installation: Installation = NOTHING_ALLOWED) -> None:
@@ -272,19 +275,19 @@ class SpecCache:
     def parse(self, raw: Mapping[str, Any], profile: RunProfile = NO_PROFILE) -> ParsedRun:
         """Return the run in ``raw`` with the defaults of its profile.
 
-        Raises SpecError, which is not kept: the next generation may mend it.
+        Raises SpecError if the envelope cannot be read. The error is not cached.
         """
         raw = apply_defaults(raw, profile.defaults)
         metadata = get_map(raw, "metadata")
         key = get_text(metadata, "namespace"), get_text(metadata, "name")
         uid = get_text(metadata, "uid")
         generation = get_int(metadata, "generation") or 0
-        # Profiles that are wrong have one note, and are not alike.
+        # All profiles with problems have the same note, so compare their problems and defaults.
         of_profile: object = profile.note
         if profile.problems:
             of_profile = profile.problems, repr(profile.defaults)
         known = self._parsed.get(key)
-        # A run that was deleted and made again has another uid and may have the same generation.
+        # A run that was deleted and created again has another uid but may have the same generation.
         if known is None or known[:3] != (uid, generation, of_profile) or not uid:
             parsed = parse_spec(raw, self._installation, profile)
             known = uid, generation, of_profile, parsed
@@ -292,5 +295,5 @@ class SpecCache:
         return parse_run(raw, known[3], profile=profile)
 
     def forget(self, key: Key) -> None:
-        """Drop the spec of a run that is gone."""
+        """Drop the spec of a run that no longer exists."""
         self._parsed.pop(key, None)

@@ -1,4 +1,4 @@
-"""The PVC of a run: a new one, or the run's record on an existing one."""
+"""Builds the PVC of a run: a new PVC, or the run's record on an existing PVC."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from evergrad_operator.core.plan.common import (
 )
 
 KEPT_RECORDS: Final = 100
-"""Number of records of runs that are gone: such a record keeps a folder from other runs, and a run that is
-applied again from training twice.
+"""Maximum number of records of deleted runs on a PVC.
 
-A record has some 300 bytes, and all annotations of an object have 256 KiB: the newest hundred take an eighth
-of that.
+Such a record protects a folder from other runs, and prevents a run that is applied again from training twice.
+A record has about 300 bytes and all annotations of an object are limited to 256 KiB, so 100 records use an
+eighth.
 """
 
 
@@ -28,9 +28,9 @@ of that.
 class StaleRecords:
     """Records to remove from a PVC.
 
-    ``annotations``: their names. ``dropped_unfinished``: the number of records of unfinished runs that were
-    ever removed, these included; None if it does not change. ``resource_version``: of the PVC that was
-    counted.
+    ``annotations``: names of the annotations. ``dropped_unfinished``: total number of removed records of
+    unfinished runs, including these records; None if it does not change. ``resource_version``: version of the
+    PVC on which this is based.
     """
 
     annotations: tuple[str, ...] = ()
@@ -44,9 +44,9 @@ NOTHING_STALE: Final = StaleRecords()
 def find_stale_records(
     run: ParsedRun, claim: ClaimState | None, users: frozenset[str] | None
 ) -> StaleRecords:
-    """Find the records to remove: those of runs that are gone, beyond the number that has room.
+    """Return the records of deleted runs to remove, beyond the ``KEPT_RECORDS`` records to keep.
 
-    Nothing is removed if the users of the claim are not known.
+    Returns no records if the users of the claim are not known.
     """
     if claim is None or users is None:
         return NOTHING_STALE
@@ -56,8 +56,8 @@ def find_stale_records(
         if record.run not in users and record.run != run.name
     ]
 
-    # Records of complete runs go first, each kind from the oldest on. The record of an unfinished run says
-    # that its only checkpoints are on the claim: `evergrad prune` would otherwise delete them.
+    # Remove records of complete runs first, the oldest first. The record of an unfinished run prevents
+    # `evergrad prune` from deleting the run's only checkpoints.
     gone.sort(
         key=lambda record: (record.complete is None, record.created_at, record.run),
         reverse=True,
@@ -79,16 +79,17 @@ def build_claim(
     *,
     is_owned: bool,
 ) -> JsonObject | None:
-    """Build the claim to apply, by ``names.claim_field_manager``; None where the PVC is as it should be
-    already, or is the user's and missing.
+    """Build the claim to apply with the field manager ``names.claim_field_manager``.
 
-    ``record``: None leaves the one that the PVC has of this run. ``is_owned``: it goes with the run.
+    Returns None if the PVC is up to date, or if it is the user's PVC and does not exist. ``record``: None
+    keeps the run's record on the PVC. ``is_owned``: the PVC is deleted with the run.
     """
     key = names.claim_annotation(run.name)
     present = live.annotations.get(key, "") if live is not None else ""
     text = build_record(record) if record is not None else present
     annotations = {key: text}
-    # The annotation says what was applied last. An owner that somebody has added or removed by hand stays so.
+    # Compare the ownership with the annotation, which shows the last applied state. An owner reference that
+    # was added or removed by hand therefore stays.
     if is_owned:
         annotations[names.ANNOTATION_DELETED_WITH] = run.uid
     mark = live.annotations.get(names.ANNOTATION_DELETED_WITH) if live is not None else None
@@ -96,7 +97,7 @@ def build_claim(
         return None
     claim: JsonObject = {"apiVersion": "v1", "kind": "PersistentVolumeClaim"}
 
-    # Only our annotation is applied to a claim that the user made, also to one with the run's own name.
+    # Apply only our annotations to a claim that the user created, even if it has the run's name.
     if run.spec.storage.claim_name is not None or (live is not None and not live.is_ours):
         metadata = {
             "name": run.claim_name,
@@ -105,19 +106,20 @@ def build_claim(
         }
         return None if live is None else {**claim, "metadata": metadata}
 
-    # Whom it was made for is written once. An apply without it would take it off.
+    # Keep the uid of the run for which the claim was created. An apply without the annotation would remove
+    # it.
     made_for = run.uid
     if live is not None:
         made_for = live.annotations.get(names.ANNOTATION_MADE_FOR, "")
     if made_for:
         annotations[names.ANNOTATION_MADE_FOR] = made_for
 
-    # By default a claim of the run's own has no owner: data outlives the run.
+    # By default the run's claim has no owner, so that the data outlives the run.
     metadata = {
         **build_metadata(run, run.claim_name, is_owned=is_owned),
         "annotations": annotations,
     }
-    # One that exists is applied with the spec that it has, because most of it never changes.
+    # Apply an existing claim with its present spec, because most fields are immutable.
     if live is not None:
         return pass_labels(
             {**claim, "metadata": metadata, "spec": dict(live.spec)}, run, config
@@ -135,7 +137,7 @@ def build_claim(
 
 
 def build_record_alone(claim: Mapping[str, Any]) -> JsonObject:
-    """Return what is applied to a claim that somebody else has made: the run's record, and nothing else."""
+    """Return the object to apply to a claim that the operator did not create: only the run's record."""
     metadata = claim["metadata"]
     records = {
         key: value
@@ -153,7 +155,7 @@ def build_record_alone(claim: Mapping[str, Any]) -> JsonObject:
 def choose_access_modes(
     run: ParsedRun, config: Config, live: ClaimState | None
 ) -> tuple[str, ...]:
-    """Return the access modes of the volume that exists (``live``), else those that are asked for."""
+    """Return the access modes of the existing claim (``live``), or else the requested access modes."""
     if live is not None and (modes := live.spec.get("accessModes")):
         return tuple(modes)
     if run.spec.storage.access_modes:
@@ -164,6 +166,6 @@ def choose_access_modes(
 
 
 def is_for_one_host(run: ParsedRun, config: Config, live: ClaimState | None) -> bool:
-    """Whether several pods share a volume that only one node of the cluster can mount at a time."""
+    """Return whether several pods share a volume that only one host at a time can mount."""
     modes = choose_access_modes(run, config, live)
     return run.spec.nodes.largest > 1 and "ReadWriteMany" not in modes

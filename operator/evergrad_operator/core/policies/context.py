@@ -1,5 +1,4 @@
-"""The context that all policies decide in: an observation, its memory brought up to date, and the pods in the
-groups that matter. Pure."""
+"""The context of all policies: an observation, the updated memory, and the pods in groups. Pure."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,15 +16,16 @@ from evergrad_operator.core.observe.spec import ParsedRun
 from evergrad_operator.core.policies.memory_update import is_current
 
 UNREACHABLE_POD_SECONDS: Final = 10.0
-"""A pod that is still there this long after its grace is taken to be on a node that does not answer."""
+"""Time after a pod's grace period. If the pod still exists then, its host counts as unreachable."""
 CLOCK_SKEW_SECONDS: Final = 300.0
-"""Longest time by which the clock here is taken to be ahead of the API server's. A pod that is to be gone for
-longer is given up at once, also by an operator that has just started."""
+"""Maximum assumed difference by which the operator's clock is ahead of the API server's clock. A pod whose
+grace period ended longer ago is given up without further waiting, even by an operator that has just
+started."""
 
 
 @dataclass(frozen=True)
 class ReconcileContext:
-    """One moment of one run. ``now``: seconds since 1970."""
+    """One run at one point in time. ``now``: seconds since 1970."""
 
     observation: Observation
     memory: Memory
@@ -39,53 +39,53 @@ class ReconcileContext:
 
     @property
     def nodes(self) -> tuple[PodState, ...]:
-        """All pods of nodes that the API server still has."""
+        """All existing pods of nodes."""
         return self.observation.nodes
 
     @property
     def progress(self) -> CoordinatorStatus | None:
-        """The answer of the run's own, newest coordinator."""
+        """The status of the run's newest coordinator; None if it has not answered."""
         return (
             self.observation.progress if is_current(self.observation, self.memory) else None
         )
 
     @property
     def ready(self) -> int:
-        """Number of nodes that train: the coordinator's last count, less the pods that have ended since."""
+        """Number of nodes that train: the coordinator's last count, limited to the number of running pods."""
         return min(self.memory.training.ready, sum(pod.is_running for pod in self.live))
 
     def is_unreachable(self, pod: PodState) -> bool:
-        """Whether it cannot be known if this leaving pod still runs; it is waited for no longer."""
-        # A kubelet that is there ends a pod at the end of its grace, and the pod goes.
+        """Return whether to stop waiting for this leaving pod, because its host does not respond."""
+        # A reachable kubelet ends a pod at the end of its grace period, and the pod is removed.
         until = self._find_end_of_wait(pod)
         return pod.is_leaving and until is not None and self.now > until
 
     def _find_end_of_wait(self, pod: PodState) -> float | None:
-        """Return when a leaving pod is given up; None where it is not known."""
+        """Return the time at which a leaving pod is given up, in seconds since 1970; None if unknown."""
         if pod.gone_by is None:
             return None
-        # The API server's clock may be behind: the grace is over by the clock here, too.
+        # The API server's clock may be behind, so the grace period must also be over by the operator's clock.
         since = self.observation.leaving_since.get(pod.uid, float("-inf"))
         here = min(since + pod.leave_seconds, pod.gone_by + CLOCK_SKEW_SECONDS)
         return max(pod.gone_by, here) + UNREACHABLE_POD_SECONDS
 
     @cached_property
     def leaving(self) -> tuple[PodState, ...]:
-        """Pods of nodes that are being deleted, and may still save."""
+        """Pods of nodes that are being deleted and may still save."""
         return tuple(
             pod for pod in self.nodes if pod.is_leaving and not self.is_unreachable(pod)
         )
 
     @cached_property
     def live(self) -> tuple[PodState, ...]:
-        """Pods of nodes that train or may still come to train."""
+        """Pods of nodes that run or may still start."""
         return tuple(pod for pod in self.nodes if pod.is_live)
 
     @cached_property
     def last_holders(self) -> frozenset[int]:
-        """Nodes whose leaving pod may be the only one that holds the state.
+        """Nodes whose leaving pod may be the only pod that holds the state.
 
-        A pod on a lost node is not waited for: whatever it holds cannot be reached.
+        Pods on lost hosts are left out, because their state cannot be reached.
         """
         if any(other.is_running for other in self.live):
             return frozenset()
@@ -97,7 +97,7 @@ class ReconcileContext:
 
     @cached_property
     def preparing(self) -> tuple[PodState, ...]:
-        """Pods that prepare the data, or may still come to, or are being deleted and may still run."""
+        """Preparation pods that run, may still start, or are being deleted and may still run."""
         return tuple(
             pod
             for pod in self.observation.preparations
@@ -106,7 +106,7 @@ class ReconcileContext:
 
     @cached_property
     def evaluating(self) -> tuple[PodState, ...]:
-        """Pods that evaluate a checkpoint, or may still come to, or are being deleted and may still run."""
+        """Evaluation pods that run, may still start, or are being deleted and may still run."""
         return tuple(
             pod
             for pod in self.observation.evaluations
@@ -115,17 +115,17 @@ class ReconcileContext:
 
     @property
     def seconds_to_unreachable(self) -> float | None:
-        """Seconds until the next leaving pod is given up; None where none is leaving."""
+        """Seconds until the next leaving pod is given up; None if no pod is leaving."""
         times = [
             until - self.now
             for pod in (*self.leaving, *self.preparing, *self.evaluating)
             if (until := self._find_end_of_wait(pod)) is not None
         ]
-        # A second later: a pod is given up only once its time is over.
+        # Add a second, because a pod is given up only after its time is over.
         return max(1.0, min(times) + 1.0) if times else None
 
     def hold(self, phase: Phase, reason: str, message: str) -> Decision:
-        """Return the decision that leaves everything as it is."""
+        """Return the decision that changes nothing."""
         return Decision(Action.HOLD, phase, reason, message, self.memory)
 
     def finished(
@@ -136,7 +136,7 @@ class ReconcileContext:
         *,
         at: float | None = None,
     ) -> "ReconcileContext":
-        """Return the same moment with the run over, ``at`` seconds since 1970; None for now."""
+        """Return the context with the run over. ``at``: end in seconds since 1970; None for ``now``."""
         finish = RecordedFinish(
             phase,
             reason,

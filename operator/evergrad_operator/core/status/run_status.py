@@ -1,5 +1,5 @@
-"""The status of a run: observation, decision and what came of it → the object on the wire, and when to write
-it. Pure."""
+"""Builds the status of a run from an observation, a decision and its outcome, and decides when to write it.
+Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -31,9 +31,10 @@ from evergrad_operator.core.status.conditions import (
 from evergrad_operator.core.status.memory_status import build_memory
 
 PROGRESS_SECONDS: Final = 10.0
-"""Seconds between two writes in which only progress differs."""
+"""Minimum seconds between two writes if only the progress differs."""
 COUNTS_SECONDS: Final = 1.0
-"""Seconds between two writes in which only counts of pods differ: a run's pods start one after another."""
+"""Minimum seconds between two writes if only counts of pods differ, because a run's pods start one after
+another."""
 PROGRESS_TIMEOUT_SECONDS: Final = 900.0
 """Time without a step after which a training group counts as stalled."""
 _PROGRESS: Final = ("progress", "preparation", "checkpoint", "lostSeconds", "usage")
@@ -48,7 +49,7 @@ class ApplyOutcome:
 
 @dataclass(frozen=True)
 class WriteDecision:
-    """Whether the status is written now; if not, ``after``: seconds until then, or None for not at all."""
+    """Whether to write the status now. ``after``: seconds until a later write; None if no write is needed."""
 
     write: bool
     after: float | None = None
@@ -61,11 +62,11 @@ def build_status(
     now: float,
     price: Price = NO_PRICE,
 ) -> dict[str, Any]:
-    """Build the whole ``status``, at most 16 KiB. ``now``: seconds since 1970."""
+    """Build the complete ``status`` as a JSON object of at most 16 KiB. ``now``: seconds since 1970."""
     run = observation.run
     memory = _note_created(decision, outcome, run.name)
 
-    # The coordinator's count is as old as its last answer: pods that have ended since do not train.
+    # The coordinator's count may be outdated, so limit it to the number of pods that still run.
     live = [pod for pod in observation.nodes if pod.is_live]
     running = sum(pod.is_running for pod in live)
     is_at_rest = decision.action in (Action.STOP, Action.CLEAN) or memory.finish is not None
@@ -75,10 +76,10 @@ def build_status(
     training = replace(memory.training, ready=ready)
     memory = replace(memory, training=training)
 
-    # All problems of a file are shown at once, wherever that is possible.
+    # Allow a longer message for an invalid spec, so that it lists all problems of the file if possible.
     is_invalid = decision.reason == names.Reason.INVALID_SPEC
     longest = LONGEST_LIST if is_invalid else MAX_MESSAGE
-    # A run that is over needs no nodes: none is missing.
+    # Show no summary of nodes for a run that is over, because it needs no nodes.
     summary = None if memory.finish else f"{ready}/{run.spec.nodes.largest}"
     saved_at = training.checkpoint_at
     nodes = {
@@ -107,7 +108,7 @@ def build_status(
         },
     }
     cleaned: dict[str, Any] = without_empty(status)
-    # Conditions come from the same memory as the rest, or the two would contradict each other.
+    # Build the conditions from the same memory as the other fields, so that they are consistent.
     cleaned["conditions"] = build_conditions(
         observation,
         replace(decision, memory=memory),
@@ -122,9 +123,9 @@ def build_refused_status(
     message: str,
     now: float,
 ) -> dict[str, Any]:
-    """Build the status of a run whose spec cannot be read: its present one, with the reason.
+    """Build the status of a run whose spec cannot be read: its present status with the reason.
 
-    A run that is over stays as it is.
+    The status of a run that is over does not change.
     """
     old = get_map(raw, "status")
     if get_text(old, "phase") in (names.Phase.COMPLETE, names.Phase.FAILED):
@@ -135,7 +136,8 @@ def build_refused_status(
     conditions = build_refused_conditions(raw, text, now=now)
     return {
         **old,
-        # Without it, tools would wait for a look at this generation, and never find that a person must act.
+        # Set the generation. Otherwise tools would wait for this generation and not report that a person must
+        # act.
         "observedGeneration": generation,
         "phase": get_text(old, "phase") or names.Phase.WAITING.value,
         "reason": names.Reason.INVALID_SPEC.value,
@@ -145,11 +147,11 @@ def build_refused_status(
 
 
 def _note_created(decision: Decision, outcome: ApplyOutcome, run: str) -> Memory:
-    """Return the memory with the pods of this pass, so that their loss before the next look is noticed."""
+    """Return the memory with the pods created in this pass, so that the next pass detects their loss."""
     memory = decision.memory
     created = frozenset(outcome.created)
 
-    # Only pods that were really made count: the number of one that was refused is used again.
+    # Record only pods that were created. The number of a refused pod is used again.
     attempts = list(memory.attempts)
     recorded = set(memory.recorded)
     for index, number in decision.nodes_to_create:
@@ -157,11 +159,12 @@ def _note_created(decision: Decision, outcome: ApplyOutcome, run: str) -> Memory
             attempts += [-1] * (index + 1 - len(attempts))
             attempts[index] = number
             recorded.discard(index)
-            # The number of a group is used once a pod of it exists.
+            # The number of a group counts as used after a pod of the group exists.
             if decision.gang is not None and index in decision.gang.members:
                 memory = replace(memory, gang=decision.gang.number)
 
-    # A new coordinator's counters begin at 0: those of the one before are already in the run's own.
+    # Start the counters of a new coordinator at 0. The run's counters already include the earlier
+    # coordinators.
     coordinator = memory.coordinator
     attempt = decision.coordinator_attempt
     if attempt is not None and names.coordinator_pod_name(run, attempt) in created:
@@ -189,13 +192,13 @@ def _note_created(decision: Decision, outcome: ApplyOutcome, run: str) -> Memory
 
 
 def _build_volume(observation: Observation) -> dict[str, Any]:
-    """Build what only the operator knows of a run's volumes: claims that its profile adds, and whether its
-    own claim is deleted with it."""
+    """Build the status of a run's volumes: claims from its profile, and whether its own claim is deleted with
+    it."""
     run, claim = observation.run, observation.claim
     shown: dict[str, Any] = {
         "profileClaims": list(mounted_claims(run.profile.defaults.get("template")))
     }
-    # The decision counts, and what the claim says: until the claim has changed, it still goes with the run.
+    # Also check the claim's annotation: until the claim is updated, it is still deleted with the run.
     goes = is_deleted_with(run, claim, observation.claim_users)
     mark = (
         claim.annotations.get(names.ANNOTATION_DELETED_WITH) if claim is not None else None
@@ -210,7 +213,7 @@ def _build_progress(training: RecordedTraining, *, is_running: bool) -> dict[str
     total = training.total_steps
     loss = training.loss
     rate = training.tokens_per_second
-    # A run that is suspended or over has no end to come.
+    # A run that is suspended or over has no estimated end.
     eta = training.eta_seconds if is_running else None
     shown: dict[str, Any] = {
         "generation": training.generation,
@@ -225,7 +228,7 @@ def _build_progress(training: RecordedTraining, *, is_running: bool) -> dict[str
     }
     if step is not None and total:
         shown["summary"] = f"{step}/{total}"
-        # The horizon may be edited to one that the run has already passed.
+        # Limit to 100, because an edit may set a horizon that the run has already passed.
         shown["percent"] = min(100, 100 * step // total)
     return shown
 
@@ -237,16 +240,18 @@ def should_write(
     now: float,
     last_progress_write: float | None,
 ) -> WriteDecision:
-    """Decide whether ``new`` is written now.
+    """Decide whether to write ``new`` now.
 
-    Progress alone is written every 10 s at most, counts of pods every second, everything else at once.
-    ``last_progress_write``: when a status was written last, in seconds since 1970.
+    If only the progress differs, the status is written at most every 10 s. If only counts of pods differ, it
+    is written at most every second. Other changes are written immediately. ``last_progress_write``: time of
+    the last write in seconds since 1970; None if this process has not written it yet.
     """
-    # Time alone is no news: it is written with what is, or every run that waits would be written for ever.
+    # Do not write if only the usage differs. Otherwise the status of every waiting run would be written
+    # forever.
     if without_usage(old) == without_usage(new):
         return WriteDecision(False)
 
-    # The API server can carry a write every ten seconds for each of 1,000 runs, but not one for every step.
+    # The API server can handle one write every 10 s for each of 1,000 runs, but not one write per step.
     pause = PROGRESS_SECONDS
     before = _without_progress(old)
     after = _without_progress(new)
@@ -257,17 +262,17 @@ def should_write(
 
     last = last_progress_write
     if last is None:
-        # The operator has just started: the present status was written at this time, or later.
+        # If the operator has just started, the present status was written at this time or later.
         last = parse_time(get_text(get_map(old, "progress"), "updatedAt"))
     left = 0.0 if last is None else last + pause - now
     if left <= 0:
         return WriteDecision(True)
-    # A clock that was set back must not hold up the write for longer than one pause.
+    # If the clock was set back, delay the write by at most one pause.
     return WriteDecision(False, min(left, pause))
 
 
 def without_usage(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the status less the time of its pods, which grows whatever happens."""
+    """Return the status without the usage of its pods, which grows all the time."""
     rest = {key: value for key, value in status.items() if key != "usage"}
     notes = {
         key: value for key, value in get_map(status, "memory").items() if key != "usage"
@@ -277,7 +282,7 @@ def without_usage(status: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_counts(status: Mapping[str, Any]) -> dict[str, Any]:
     nodes = get_map(status, "nodes")
-    # Messages hold counts, too; the reasons beside them do not.
+    # Leave out messages, because they also contain counts. Reasons contain no counts.
     conditions = [
         {**condition, "message": ""} for condition in get_maps(status, "conditions")
     ]
@@ -296,7 +301,7 @@ def _without_counts(status: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_progress(status: Mapping[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in status.items() if key not in _PROGRESS}
-    # The coordinator's own count of lost seconds grows with the time, too.
+    # Leave out the coordinator's count of lost seconds, because it also grows over time.
     rest["memory"] = {
         key: value
         for key, value in get_map(status, "memory").items()
