@@ -1,8 +1,8 @@
-"""The validating webhook's answer to one request: the problems that ``evergrad validate`` finds, and those
-that only this installation has. Pure.
+"""Builds the validating webhook's response to a request: the problems that ``evergrad validate`` finds, and
+the problems by the rules of this installation. Pure.
 
-A denial's causes carry one problem each, so that kubectl prints path, reason and remedy a line, as for the
-schema's own errors.
+Each cause of a denial contains one problem, so that kubectl prints path, reason and remedy on one line, as
+for errors of the schema.
 """
 
 from collections.abc import Mapping
@@ -25,23 +25,23 @@ from evergrad_operator.core.observe.start_checks import Verdict, check
 
 REVIEW_VERSION: Final = "admission.k8s.io/v1"
 _LONGEST_MESSAGE: Final = 32_000
-"""Longest message of a denial, in bytes; the causes beside it hold every problem that is listed at all."""
+"""Maximum length of the message of a denial, in bytes. The causes next to it contain all listed problems."""
 _UNPROCESSABLE: Final = 422
 MAX_VALUES: Final = 40_000
-"""Most values of an object, mappings and lists included. A check takes up to 3 KiB for each, and is asked
-before the API server holds lists to their bounds; large requests are checked one at a time. Files have some
-hundreds."""
+"""Maximum number of values in an object, including mappings and lists. A check uses up to 3 KiB of memory for
+each value, and runs before the API server enforces the limits of lists. Large requests are checked one at a
+time. Typical files have several hundred values."""
 _LONGEST_WARNING: Final = 250
 _MOST_WARNINGS: Final = 5
-"""An API server passes on 4 KiB of warnings."""
+"""Maximum number of warnings. An API server passes on at most 4 KiB of warnings."""
 _CHANGES_AT_ANY_TIME: Final = ("suspend",)
-"""Fields of ``spec`` that may change even where the rest would be refused today: a wrong run can always be
-stopped."""
+"""Fields of ``spec`` that may change even if the rest of the spec would be refused now, so that every run can
+be stopped."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """The answer to one request. ``warnings``: what is wrong with its profile, for kubectl to print."""
+    """The result for one request. ``warnings``: problems of the profile, which kubectl prints."""
 
     problems: tuple[Problem, ...] = ()
     warnings: tuple[Problem, ...] = ()
@@ -56,7 +56,7 @@ def find_problems(
     installation: Installation = NOTHING_ALLOWED,
     own: NamespaceProfile | None = None,
 ) -> tuple[Problem, ...]:
-    """Find the reasons why ``new`` may not be stored in place of ``old``; empty if it may."""
+    """Return the problems that prevent ``new`` from replacing ``old``; empty if there are none."""
     return judge(new, old, installation, own).problems
 
 
@@ -66,17 +66,16 @@ def judge(
     installation: Installation = NOTHING_ALLOWED,
     own: NamespaceProfile | None = None,
 ) -> Judgement:
-    """Judge whether ``new`` may be stored in place of ``old``, as the operator will judge whether it may
-    begin.
+    """Return whether ``new`` may replace ``old``, by the same rules that the operator uses to start a run.
 
-    ``own``: the profile of the namespace. A problem that an older version accepted is no reason to refuse a
-    change of something else. A profile that is wrong is no reason to refuse a run, which waits for its
-    correction.
+    ``old``: None for a new run. ``own``: the profile of the namespace. A problem that an older version
+    accepted does not prevent a change of another field. A profile that is not valid does not prevent a run
+    from being stored; the run waits until the profile is corrected.
     """
     if is_of_no_concern(new, old):
         return ALLOWED
     if old is None:
-        # The API server may make a name of ``generateName`` after it has asked.
+        # The API server may generate the name from ``generateName`` after it has called the webhook.
         metadata = get_map(new, "metadata")
         start = get_text(metadata, "generateName")
         if start and not metadata.get("name"):
@@ -84,19 +83,19 @@ def judge(
         verdict = check(new, installation, _profile_of(new, installation, own))
         return _answer_of(verdict, verdict.problems)
 
-    # The API server takes the status of an update from the stored object, and so does this.
+    # Use the stored status, as the API server does for an update.
     new = {**new, "status": get_map(old, "status")}
     verdict = check(new, installation, _profile_of(new, installation, own))
     before = check(old, installation, _profile_of(old, installation, own))
     problems = verdict.problems
-    # What is fixed is compared in a file without new problems: those that an older version has accepted are
-    # no leave to change it.
+    # Check fixed fields for changes if the file has no new problems. Problems that an older version accepted
+    # do not permit such a change.
     if set(problems) - set(verdict.refusals) <= set(before.problems):
         problems = (*problems, *changes_of(new, old))
     if not problems:
         return _answer_of(verdict, ())
-    # Only problems that the change brings are held against it. A file that was refused before its run began
-    # is to be corrected as a whole, but for what an installation may have taken off its lists.
+    # Report only problems that the change introduces. If the run has not begun, report all problems except
+    # values that the installation no longer allows, because the whole file can still be corrected.
     known = set(before.refusals)
     if not is_open(old):
         known.update(before.problems)
@@ -104,14 +103,16 @@ def judge(
 
 
 def is_of_no_concern(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> bool:
-    """Whether nothing of a request is checked: the object is on its way out, or changes only what may change
-    at any time."""
-    # Only finalizers change on the way out, and nothing may hold that up.
+    """Return whether a request needs no check.
+
+    This is the case if the object is being deleted, or if only fields differ that may change at any time.
+    """
+    # During a deletion only finalizers change, and the webhook must not block that.
     if get_map(new, "metadata").get("deletionTimestamp") is not None:
         return True
     if old is None:
         return False
-    # Labels, annotations and owners are the API server's concern, and so are unchanged fields of the spec.
+    # Compare only the spec. Labels, annotations and owners are not checked.
     before, after = (
         {
             key: value
@@ -126,14 +127,15 @@ def is_of_no_concern(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> b
 def _profile_of(
     run: Mapping[str, Any], installation: Installation, own: NamespaceProfile | None
 ) -> RunProfile:
-    """Return the profile that the operator would check this run with."""
+    """Return the profile with which the operator would check this run."""
     kept = find_kept(run, installation.profiles)
     return kept or resolve(run, installation.profiles, own, installation)
 
 
 def _answer_of(verdict: Verdict, problems: tuple[Problem, ...]) -> Judgement:
     if problems:
-        # With all that is wrong: a volume may be missing because the profile that has it is wrong.
+        # Add the problems of the profile, because they may be the cause. For example, a volume may be missing
+        # because the profile that defines it is not valid.
         return Judgement((*problems, *verdict.of_profile))
     return Judgement((), verdict.of_profile)
 
@@ -143,14 +145,14 @@ def review(
     installation: Installation = NOTHING_ALLOWED,
     own: NamespaceProfile | None = None,
 ) -> dict[str, Any]:
-    """Return the AdmissionReview that answers ``raw``. ``own``: the profile of its namespace."""
+    """Return the AdmissionReview with the response to ``raw``. ``own``: the profile of the namespace."""
     request = get_map(raw, "request")
     found = judge(get_map(request, "object"), _old_of(request), installation, own)
     answer = _answer(
         get_text(request, "uid"), found.problems, name=get_text(request, "name")
     )
     if found.warnings:
-        # The API server passes on at most 120 characters of a warning whole.
+        # Limit the number and length of warnings, because the API server limits their total size.
         answer["response"]["warnings"] = [
             str(one)[:_LONGEST_WARNING] for one in found.warnings[:_MOST_WARNINGS]
         ]
@@ -163,7 +165,7 @@ def _old_of(request: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def deny_depth(uid: str) -> dict[str, Any]:
-    """Return the AdmissionReview that refuses an object nested too deeply for this program to read."""
+    """Return the AdmissionReview that refuses an object that is nested too deeply to be parsed."""
     why = "hundreds of mappings or lists lie in one another"
     return _answer(
         uid,
@@ -182,7 +184,7 @@ def deny_depth(uid: str) -> dict[str, Any]:
 def has_too_many_values(request: Mapping[str, Any]) -> bool:
     """Return whether the object of a request, or the object before it, has more than MAX_VALUES values.
 
-    They are counted apart: a run that was created may be changed.
+    Both objects are counted separately, so that a run that was created can be changed.
     """
     return any(_is_too_large(request.get(key)) for key in ("object", "oldObject"))
 
@@ -190,7 +192,7 @@ def has_too_many_values(request: Mapping[str, Any]) -> bool:
 def _is_too_large(value: Any) -> bool:
     pending: list[Any] = [value]
     count = 0
-    # Without recursion, which is what a deep object would break.
+    # Iterate without recursion, because a deeply nested object would exceed the recursion limit.
     while pending and count <= MAX_VALUES:
         value = pending.pop()
         if isinstance(value, Mapping | list):
@@ -209,7 +211,7 @@ def deny_size(raw: Mapping[str, Any]) -> dict[str, Any]:
         "a check of so many takes too long",
         "Put long lists into files that the run reads",
     )
-    # A run that was stored without a webhook can still be suspended, marked and deleted.
+    # Allow a run that was stored without the webhook to be suspended, labelled and deleted.
     try:
         is_let_in = is_of_no_concern(get_map(request, "object"), _old_of(request))
     except RecursionError:
@@ -222,10 +224,11 @@ def deny_size(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answer(uid: str, problems: tuple[Problem, ...], *, name: str) -> dict[str, Any]:
-    """Return the AdmissionReview that lets an object without problems pass."""
+    """Return the AdmissionReview that allows an object without problems, and denies an object with
+    problems."""
     response: dict[str, Any] = {"uid": uid, "allowed": not problems}
     if problems:
-        # kubectl prints the path of each cause itself.
+        # Remove the path from the message, because kubectl prints the field of each cause.
         causes = [
             {
                 "reason": "FieldValueInvalid",

@@ -1,4 +1,4 @@
-"""Texts of pods in messages: quoted, bounded, closed by a full stop. Pure."""
+"""Formats texts of pods for messages: quotes and shortens them, and adds remedies. Pure."""
 
 from typing import Final
 
@@ -8,11 +8,14 @@ from evergrad_operator.core.observe.memory import LastFailure
 from evergrad_operator.core.observe.spec import ParsedRun
 
 MAX_CAUSE: Final = 640
-"""Longest quotation of a root cause in a message, in bytes."""
+"""Maximum length of a quoted root cause in a message, in bytes."""
 
 
 def quote(text: str, longest: int = MAX_CAUSE) -> str:
-    """Return the end of a text, which names the cause, on one line."""
+    """Return the end of a text on one line, because the end usually contains the cause.
+
+    For example, "a\\nb" becomes "a | b".
+    """
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     joined = " | ".join(lines)
     kept = keep_end(joined, longest)
@@ -20,13 +23,13 @@ def quote(text: str, longest: int = MAX_CAUSE) -> str:
 
 
 def describe_end(failure: LastFailure, *, where: str = "") -> str:
-    """Return a failure of the process at ``where`` as one line."""
+    """Return a failure as one line. ``where``: the node or pod; empty to leave it out."""
     text = f"{failure.cause} on {where}" if where else failure.cause
     if failure.rank is not None:
         text += f", rank {failure.rank}"
     if failure.exit_code is not None:
         text += f", exit code {failure.exit_code}"
-    # The bare number does not show that the process was killed from outside.
+    # Explain the number, which does not show that the process was killed from outside.
     if failure.exit_code in (137, -9) and failure.cause == PodCause.WORKER_CRASH:
         text += " (killed by SIGKILL)"
     said = quote(failure.message)
@@ -34,7 +37,8 @@ def describe_end(failure: LastFailure, *, where: str = "") -> str:
 
 
 def describe_disk_remedy(resources: str, *, then: str) -> str:
-    """Return what to do about a pod that wrote too much on its host's disk. ``resources``: their path."""
+    """Return the remedy for a pod that wrote too much to its host's disk. ``resources``: path of the
+    field."""
     return (
         f"Set or raise {resources}.limits.ephemeral-storage, or the sizeLimit of the emptyDir that is named, "
         f"or write to the run's volume; then {then}"
@@ -44,9 +48,9 @@ def describe_disk_remedy(resources: str, *, then: str) -> str:
 def describe_volume_remedy(
     run: ParsedRun, checkpoint_step: int | None, *, is_over: bool
 ) -> str:
-    """Return the newest valid checkpoint of a run whose volume is full, what to do, and how to resume.
+    """Return the newest valid checkpoint of a run whose volume is full, the remedy, and how to resume.
 
-    ``is_over``: it has failed, so that a person must start it again.
+    ``is_over``: the run has failed, so that a person must start it again.
     """
     newest = (
         "There is no checkpoint yet."
@@ -64,5 +68,5 @@ def describe_volume_remedy(
 
 
 def stop(text: str) -> str:
-    """Return the text with a full stop, if it has none."""
+    """Return the text with a full stop added if it does not end with ".", "!" or "?"."""
     return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,4 +1,4 @@
-"""The pod of one node: it trains."""
+"""Builds the pod of one node, which trains."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,17 +43,18 @@ from evergrad_operator.core.plan.token import (
 )
 
 GRACE_SECONDS: Final = 30
-"""Time from SIGTERM to the end of a pod, where neither the run nor its script sets one."""
+"""Time from SIGTERM to SIGKILL if neither the run nor its script sets one."""
 _MARGIN_SECONDS: Final = 5
-"""Time for the supervisor to end after its workers, before the kubelet kills it."""
+"""Time that the supervisor needs to end after its workers, before the kubelet kills it."""
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """The node of a run that a pod is to be.
+    """The node of a run for which a pod is built.
 
-    ``is_on_one_host``: whether all of the run's pods must be on the same host. ``gang``: of a run in a queue.
-    ``joins_group``: whether it is in the run's PodGroup, whose priority class is ``group_priority``.
+    ``is_on_one_host``: whether all pods of the run must be on the same host. ``gang``: the gang of a run in a
+    queue; None without a queue. ``joins_group``: whether the pod belongs to the run's PodGroup, whose
+    priority class is ``group_priority``.
     """
 
     index: int
@@ -67,7 +68,7 @@ class NodePlan:
 def build_node_pod(
     run: ParsedRun, memory: Memory, config: Config, node: NodePlan, *, token: str
 ) -> JsonObject:
-    """Build the pod of one node. ``token``: the run's, empty where its coordinator has none."""
+    """Build the pod of one node. ``token``: the run's token; empty if its coordinator has none."""
     template, grace, port = run.spec.template, grace_seconds(run), metrics_port(run)
     arguments = _build_arguments(run, config, index=node.index, grace=grace, token=token)
     ports = [{"name": "metrics", "containerPort": port, "protocol": "TCP"}] if port else []
@@ -77,13 +78,14 @@ def build_node_pod(
         config.node_ephemeral_storage_limit,
     )
     pod: JsonObject = {
-        # A node that ends is replaced by a new pod, perhaps elsewhere: its host may be broken.
+        # The operator replaces an ended node with a new pod, possibly on another host, because the host may
+        # be broken.
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": grace + _MARGIN_SECONDS,
-        # Also beside an account: a token comes by a projected volume, for those who asked for it.
+        # Even with a service account, mount no token. A run that needs a token adds a projected volume.
         "automountServiceAccountToken": False,
         "serviceAccountName": template.service_account_name,
-        # A namespace with many Services would give each pod as many variables.
+        # In a namespace with many Services, each pod would get many environment variables.
         "enableServiceLinks": False,
         "securityContext": build_pod_security(config),
         **build_scheduling(
@@ -103,7 +105,7 @@ def build_node_pod(
         "volumes": build_trainer_volumes(run, config, resources, token=token),
     }
 
-    # scheduler-plugins find a pod's group by a label, Kubernetes itself by a field.
+    # scheduler-plugins uses a label to find a pod's group; Kubernetes uses a field of the spec.
     has_label = node.joins_group and config.gang == COSCHEDULING
     if node.joins_group and not has_label:
         pod["schedulingGroup"] = {"podGroupName": run.name}
@@ -122,7 +124,7 @@ def build_node_pod(
 def _build_node_metadata(
     run: ParsedRun, memory: Memory, config: Config, node: NodePlan, *, labels: JsonObject
 ) -> JsonObject:
-    # Ours come last: a template must not take a pod out of its run.
+    # Our labels come last, so that a template cannot detach a pod from its run.
     metadata = build_metadata(run, names.node_pod_name(run.name, node.index, node.attempt))
     queue_labels, queue_annotations = _build_queue(run, node)
     metadata["labels"] = {
@@ -133,7 +135,7 @@ def _build_node_metadata(
         names.LABEL_INDEX: str(node.index),
         names.LABEL_ATTEMPT: str(node.attempt),
     }
-    # The team's own annotations win over those of scraping.
+    # The template's annotations take precedence over the annotations for scraping.
     metadata["annotations"] = {
         **build_scrape_annotations(metrics_port(run), config),
         **run.spec.template.annotations,
@@ -146,9 +148,11 @@ def _build_node_metadata(
 def build_trainer_volumes(
     run: ParsedRun, config: Config, resources: Resources, *, token: str
 ) -> list[Mapping[str, Any]]:
-    """Build the volumes that ``build_trainer_container`` mounts. ``resources``: the container's; ``token``:
-    the run's, empty for none."""
-    # One bound on the host's disk is enough: a limit of the container covers /tmp, too.
+    """Build the volumes that ``build_trainer_container`` mounts.
+
+    ``resources``: resources of the container. ``token``: the run's token; empty if there is none.
+    """
+    # One limit on the host's disk is enough, because a limit of the container also covers /tmp.
     is_bounded = EPHEMERAL_STORAGE in resources.limits
     scratch = without_none({"sizeLimit": None if is_bounded else config.scratch_size})
     shared_memory = without_none(
@@ -173,9 +177,9 @@ def build_trainer_container(
     arguments: list[str],
     ports: list[JsonObject],
 ) -> JsonObject:
-    """Build a container of the trainer's image, which runs ``evergrad`` with these arguments."""
+    """Build a container of the trainer's image that runs ``evergrad`` with these arguments."""
     spec = run.spec
-    # The root file system cannot be written: everything that libraries cache goes to /tmp.
+    # The root file system is read-only, so point the caches of libraries to /tmp.
     env = merge_env(CACHES, spec.template.env)
     if spec.script is not None:
         sources = spec.script.value_from.items()
@@ -194,16 +198,17 @@ def build_trainer_container(
                 },
                 *env,
             ],
-            # Keys of these lose against the variables above: Kubernetes lets named ones win.
+            # Variables in env take precedence over the keys of envFrom.
             "envFrom": list(spec.template.env_from),
             "ports": ports,
             "resources": build_resources(resources),
-            # Devices are asked for by their limits; requests of them alone are refused.
+            # Check the limits, because devices are requested by limits. Kubernetes refuses requests without
+            # limits.
             "securityContext": build_container_security(
                 locks_memory=any(name in run.profile.rdma for name in resources.limits)
             ),
             "terminationMessagePath": names.TERMINATION_LOG,
-            # A process that was killed leaves no message: the end of its log stands in for it.
+            # A killed process writes no message. The kubelet then uses the end of the log.
             "terminationMessagePolicy": "FallbackToLogsOnError",
             "volumeMounts": [
                 {"name": "evergrad-volume", "mountPath": contract.VOLUME_PATH},
@@ -224,9 +229,9 @@ def build_trainer_container(
 def _build_arguments(
     run: ParsedRun, config: Config, *, index: int, grace: int, token: str
 ) -> list[str]:
-    """Build the arguments of ``evergrad``: the node of this index, on the run's volume."""
+    """Build the arguments of ``evergrad`` for the node with this index."""
     host = f"{names.coordinator_service_name(run.name)}.{run.namespace}.{config.cluster_domain or 'svc'}"
-    # The kubelet would replace ``$(NAME)`` in the folder's name.
+    # Escape the folder, because the kubelet would replace ``$(NAME)`` in its name.
     folder = escape(f"{contract.VOLUME_PATH}/{run.volume_path}")
     return [
         "node",
@@ -245,8 +250,8 @@ def _build_arguments(
 def _build_queue(run: ParsedRun, node: NodePlan) -> tuple[dict[str, str], dict[str, str]]:
     """Build labels and annotations for Kueue, whose groups of pods have a fixed size.
 
-    The nodes a run cannot do without are one group, admitted together; each node above them is admitted
-    alone, whenever there is room, and given back alone.
+    Nodes below the minimum form one group and are admitted together. Each node above the minimum is admitted
+    alone if there is room, and is preempted alone.
     """
     gang = node.gang
     if gang is None:
@@ -258,18 +263,20 @@ def _build_queue(run: ParsedRun, node: NodePlan) -> tuple[dict[str, str], dict[s
         return {}, {}
     annotations = {
         names.ANNOTATION_QUEUE_GROUP_SIZE: str(gang.size),
-        # Without it Kueue keeps quota and pods of a group that has failed, is suspended or is deleted. It is
-        # there from the beginning: after a deletion no operator may be left to add it. A group with a live
-        # pod takes replacements all the same.
+        # Without this annotation, Kueue keeps the quota and the pods of a group that has failed, is suspended
+        # or is deleted. Set it at creation, because after a deletion the operator may not be able to add it.
+        # A group with a live pod still accepts replacements.
         names.ANNOTATION_QUEUE_GROUP_RETRIABLE: "false",
-        # Kueue takes a pod of other affinities for one of another role, which its group has no place for: a
-        # replacement that keeps away from a faulty host would never be admitted.
+        # Kueue treats a pod with another affinity as a pod of another role, for which the group has no room.
+        # Without this annotation a replacement that avoids a faulty host would never be admitted.
         names.ANNOTATION_QUEUE_ROLE: names.ROLE_NODE,
-        # A node that went silent is fenced off: Kueue, if it is configured to, need not wait for its host.
+        # An unreachable node is fenced off by the coordinator, so Kueue may delete its pod without waiting
+        # for the host, if Kueue is configured to do so.
         names.ANNOTATION_QUEUE_FORCED: "true",
     }
-    # Neighbours in rank are placed next to each other, where a topology is asked for. Kueue refuses a group
-    # with an index beyond its size, as of one that was begun beside a node that lives.
+    # With a requested topology, Kueue places nodes with neighbouring ranks next to each other. Kueue refuses
+    # a group with an index above its size, which happens if another node was still live when the group was
+    # created.
     if max(gang.members) < gang.size:
         annotations[names.ANNOTATION_QUEUE_INDEX] = names.LABEL_INDEX
     group = names.queue_group_name(run.name, run.uid, gang.number)
@@ -277,7 +284,7 @@ def _build_queue(run: ParsedRun, node: NodePlan) -> tuple[dict[str, str], dict[s
 
 
 def grace_seconds(run: ParsedRun) -> int:
-    """Return the seconds from SIGTERM until a node leaves by itself."""
+    """Return the seconds from SIGTERM until a node leaves on its own."""
     given, script = run.spec.template.termination_grace_period_seconds, run.spec.script
     if script is None:
         return (given or GRACE_SECONDS) - _MARGIN_SECONDS
@@ -285,6 +292,6 @@ def grace_seconds(run: ParsedRun) -> int:
 
 
 def metrics_port(run: ParsedRun) -> int:
-    """Return the port on which a node serves its metrics; 0 where the run asked for any free port."""
+    """Return the port on which a node serves its metrics; 0 if the run requests any free port."""
     given = run.parsed.metrics_port
     return names.METRICS_PORT if given is None else given

@@ -1,5 +1,5 @@
-"""Whether the run is complete: by a node's exit code 0, by its coordinator, or by the PVC's record of an
-earlier life."""
+"""Decides whether the run is complete: by a node's exit code 0, by its coordinator, or by the record on the
+PVC."""
 
 from dataclasses import replace
 
@@ -16,14 +16,14 @@ from evergrad_operator.core.policies.record import (
 
 
 def complete_if_recorded(context: ReconcileContext) -> ReconcileContext | None:
-    """Return the context with the run complete, if its record on the PVC says so; None otherwise.
+    """Return the context with the run complete if the record on the PVC shows that; None otherwise.
 
-    Such a run was restored without its status, or created anew: it never trains again.
+    Such a run was restored without its status, or created again. It never trains again.
     """
     record, run = find_own_record(context), context.run
     if record is None or record.complete is None or record.path != run.volume_path:
         return None
-    # Another recipe under the same name, or more steps of the same, is a conflict.
+    # Another recipe with the same name, or the same recipe with more steps, is a conflict.
     is_ours = record.uid == run.uid
     if not is_ours and not has_recipe(context, record):
         return None
@@ -32,8 +32,8 @@ def complete_if_recorded(context: ReconcileContext) -> ReconcileContext | None:
     step = get_natural(record.complete, "step")
     at = parse_time(record.complete.get("at")) or context.now
 
-    # The record is written before the status. After a crash between the two, the run's own record is there
-    # and only the status is still to follow.
+    # The record is written before the status. If the operator stopped in between, the run's own record exists
+    # and only the status is missing.
     if is_ours and context.memory.start_time is not None:
         text = _describe(step)
         return _note_last_step(context).finished(
@@ -49,7 +49,7 @@ def complete_if_recorded(context: ReconcileContext) -> ReconcileContext | None:
         "is trained again"
     )
     if run.parsed.is_typed and run.parsed.is_whole and run.parsed.total_steps is None:
-        # Its length is known to the trainer alone, which reads the data.
+        # Only the trainer can compute the number of steps, because it reads the data.
         text += ". Its horizon in epochs was not compared"
     if step is not None and run.parsed.is_typed:
         training = replace(
@@ -68,12 +68,12 @@ def complete_if_recorded(context: ReconcileContext) -> ReconcileContext | None:
 
 
 def complete_if_done(context: ReconcileContext) -> ReconcileContext | None:
-    """Return the context with all steps done, or None.
+    """Return the context with all steps done; None if steps remain.
 
-    It is over once no pod is at work any more, or the time for that has passed.
+    The run is over after no pod runs any more, or after ``finish_grace_seconds``.
     """
     progress, memory = context.progress, context.memory
-    # A pod of before a restart says nothing about the steps of the run that was started again.
+    # Ignore pods from before a restart, because they do not show the steps of the restarted run.
     has_ended_well = any(
         pod.end is not None
         and pod.end.cause == PodCause.DONE
@@ -84,7 +84,8 @@ def complete_if_done(context: ReconcileContext) -> ReconcileContext | None:
     if not has_ended_well and not is_complete and memory.finishing_since is None:
         return None
 
-    # The coordinator's word comes first, while rank 0 still writes the report: pods at work have time for it.
+    # The coordinator reports the end while rank 0 still writes the report, so give running pods time to
+    # finish.
     since = context.now if memory.finishing_since is None else memory.finishing_since
     context = _note_last_step(
         replace(context, memory=replace(memory, finishing_since=since))
@@ -100,9 +101,9 @@ def complete_if_done(context: ReconcileContext) -> ReconcileContext | None:
 
 
 def _note_last_step(context: ReconcileContext) -> ReconcileContext:
-    """Return the context with the last step of a typed run as reached and saved.
+    """Return the context with the last step of a typed run recorded as reached and saved.
 
-    A typed run saves its last step before it ends, and the coordinator may not have been asked since.
+    A typed run saves its last step before it ends, and the coordinator may not have been polled since.
     """
     training = context.memory.training
     if not context.run.parsed.is_typed or training.total_steps is None:

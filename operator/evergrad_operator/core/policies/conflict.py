@@ -1,4 +1,4 @@
-"""Whether the run's folder on the volume belongs to somebody else."""
+"""Decides whether the run's folder on the volume belongs to another run."""
 
 from evergrad_operator.core.objects.names import Phase, Reason
 from evergrad_operator.core.observe.observe import overlap
@@ -12,16 +12,16 @@ from evergrad_operator.core.policies.record import (
 
 
 def refuse_if_taken(context: ReconcileContext) -> ReconcileContext | None:
-    """Fail the run if another run or another recipe keeps its data in the folder, or the same one with fewer
-    steps; None otherwise.
+    """Return the context with the run failed if the folder is in use; None otherwise.
 
-    The older run stays.
+    The folder is in use if it contains the data of another run or another recipe, or a complete run with the
+    same recipe and fewer steps. The older run keeps the folder.
     """
     run, own = context.run, find_own_record(context)
     text: str | None = None
     remedy = TRAIN_ON
-    # A complete run never trains again, and one that is made anew and asks for more steps cannot go on with
-    # it. It is not reported as complete either: the steps are not there.
+    # A complete run never trains again. A run that is created again with more steps cannot continue it, and
+    # must not be reported as complete, because the additional steps are missing.
     if own is not None and own.uid != run.uid and own.path == run.volume_path:
         steps = find_longer_horizon(context, own)
         if steps is not None and has_recipe(context, own):
@@ -43,7 +43,7 @@ def refuse_if_taken(context: ReconcileContext) -> ReconcileContext | None:
 
 
 def _find_conflict(context: ReconcileContext) -> str | None:
-    """Return whose data the folder holds, if they are not the run's own."""
+    """Return a message about the other run that uses the folder; None if there is none."""
     run, own, path = context.run, find_own_record(context), context.run.volume_path
     place = f"{path} on PersistentVolumeClaim {run.claim_name}"
     is_ours = own is not None and own.uid == run.uid
@@ -52,12 +52,12 @@ def _find_conflict(context: ReconcileContext) -> str | None:
         own is not None
         and not is_ours
         and overlap(own.path, path)
-        and run.parsed.is_whole  # a recipe that cannot be read cannot be shown to be another one
+        and run.parsed.is_whole  # an unreadable recipe cannot be compared
         and not has_recipe(context, own)
     ):
         return f"{place} holds the data of an earlier run {run.name} with another recipe"
-    # Records are the volume's own memory, also of runs that are gone. Two runs that started together may both
-    # have written one: the older keeps the folder.
+    # Check the records on the volume, which also include deleted runs. Two runs that started at the same time
+    # may both have written a record; the older run keeps the folder.
     claim = context.observation.claim
     for record in claim.records.values() if claim else ():
         if (
@@ -66,7 +66,7 @@ def _find_conflict(context: ReconcileContext) -> str | None:
             and not (is_ours and age < (record.created_at, record.uid))
         ):
             return f"{place} holds the data of run {record.run}"
-    # A run that has written nothing yet shows only in the list of runs.
+    # Check the list of runs for runs that have not written a record yet.
     for other in context.observation.others:
         if (
             not is_ours

@@ -1,4 +1,4 @@
-"""The run's record on its volume: the one that the PVC has, and the one that it shall have. Pure."""
+"""Reads and plans the run's record on its PVC. Pure."""
 
 from typing import Final
 
@@ -11,17 +11,18 @@ TRAIN_ON: Final = (
     "To train on, create a TrainingRun of another name and folder with spec.training.initFrom, or run "
     "`evergrad run --extend` where its volume is mounted"
 )
-"""The remedy where more steps are asked of a complete run."""
+"""Remedy if a user requests more steps of a complete run."""
 
 
 def find_own_record(context: ReconcileContext) -> VolumeRecord | None:
-    """Return the PVC's record under this run's name, which an earlier run may have written."""
+    """Return the PVC's record under this run's name; None if there is none. An earlier run may have written
+    it."""
     claim = context.observation.claim
     return claim.records.get(context.run.name) if claim else None
 
 
 def plan_record(context: ReconcileContext, epoch: int) -> VolumeRecord:
-    """Return the record that the PVC shall have of this run."""
+    """Return the record that the PVC should contain for this run."""
     run, own = context.run, find_own_record(context)
     return VolumeRecord(
         run=run.name,
@@ -35,8 +36,10 @@ def plan_record(context: ReconcileContext, epoch: int) -> VolumeRecord:
 
 
 def has_recipe(context: ReconcileContext, record: VolumeRecord) -> bool:
-    """Return whether a record is of this run's recipe, in meaning or, in a record of an older version, in
-    spelling."""
+    """Return whether a record contains the hash of this run's recipe.
+
+    Records of older versions contain the hash of the recipe's text instead of its meaning.
+    """
     parsed = context.run.parsed
     known = {
         context.memory.recipe_hash,
@@ -49,8 +52,8 @@ def has_recipe(context: ReconcileContext, record: VolumeRecord) -> bool:
 def find_longer_horizon(
     context: ReconcileContext, record: VolumeRecord
 ) -> tuple[int, int] | None:
-    """Return the step after which a record's run was complete and the steps that this run asks for, if
-    those are more."""
+    """Return the last step of a complete run and the steps of this run, if this run has more; None
+    otherwise."""
     done = get_int(record.complete or NOTHING, "step")
     wanted = context.run.parsed.total_steps
     if done is None or wanted is None or wanted <= done:
@@ -59,7 +62,7 @@ def find_longer_horizon(
 
 
 def is_recorded(context: ReconcileContext, record: VolumeRecord) -> bool:
-    """Return whether the PVC has exactly this record."""
+    """Return whether the PVC contains exactly this record."""
     claim = context.observation.claim
     if claim is None:
         return False

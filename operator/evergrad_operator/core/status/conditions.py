@@ -1,4 +1,4 @@
-"""The conditions of a run: all of them at all times, each with a reason. Pure."""
+"""Builds the conditions of a run. The list always contains all conditions, each with a reason. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from evergrad_operator.core.observe.pod_messages import describe_volume_remedy, 
 from evergrad_operator.core.observe.pods import MAX_MESSAGE
 
 _SHORT: Final = 256
-"""Longest message of a condition that only repeats another's, in bytes."""
+"""Maximum length of the message of a condition that repeats another message, in bytes."""
 _ON_ITS_WAY: Final = frozenset(
     {
         Phase.PENDING,
@@ -36,7 +36,7 @@ _WITHOUT_PODS: Final = frozenset({Phase.SUSPENDED, Phase.COMPLETE, Phase.FAILED}
 
 @dataclass(frozen=True)
 class _Said:
-    """One condition without its times. ``status``: None is Unknown."""
+    """One condition without its times. ``status``: None for Unknown."""
 
     status: bool | None
     reason: str
@@ -46,16 +46,17 @@ class _Said:
 def build_conditions(
     observation: Observation, decision: Decision, *, now: float, progress_timeout: float
 ) -> list[dict[str, Any]]:
-    """Build the list of conditions, as it is on the wire.
+    """Build the list of conditions as JSON objects.
 
-    A condition's transition time is kept as long as its status is. ``now``: seconds since 1970.
+    A condition's transition time changes only if its status changes. ``now``: seconds since 1970.
+    ``progress_timeout``: seconds without a step after which Progressing is False.
     """
     old = {get_text(one, "type"): one for one in observation.status.conditions}
     phase, is_blocked = decision.phase, decision.is_blocked
     short = keep_start(decision.message, _SHORT)
 
-    # A run that somebody suspended, or that stopped where its recipe says so, is as it was asked to be: tools
-    # that wait for Ready, such as Flux, would wait for ever.
+    # A run that a person suspended, or that stopped on request of its recipe, is Ready. Otherwise tools that
+    # wait for Ready, such as Flux, would wait forever.
     is_as_asked = phase == Phase.SUSPENDED and not is_blocked
     is_ready = phase in (Phase.RUNNING, Phase.COMPLETE) or is_as_asked
     silence = observation.unreachable
@@ -81,7 +82,7 @@ def build_conditions(
         ),
         Condition.CHECKPOINT_HEALTHY: _say_checkpoint(observation, decision),
         Condition.COORDINATOR_UNREACHABLE: unreachable,
-        # Tools that take Stalled for a failure would report what heals by itself: it is for a person alone.
+        # Set Stalled only if a person has to act, because tools report Stalled as a failure.
         Condition.STALLED: _Said(True, decision.reason, short)
         if is_blocked or phase == Phase.FAILED
         else _Said(False, Reason.NOTHING_IN_THE_WAY),
@@ -98,8 +99,11 @@ def build_conditions(
 def build_refused_conditions(
     raw: Mapping[str, Any], message: str, *, now: float
 ) -> list[dict[str, Any]]:
-    """Build the conditions of a run whose spec cannot be read: it is not ready, nothing goes on, and a person
-    must act; the rest stays."""
+    """Build the conditions of a run whose spec cannot be read.
+
+    The run is not Ready and not Reconciling, and it is Stalled because a person must act. Other conditions
+    stay.
+    """
     generation = get_int(get_map(raw, "metadata"), "generation") or 0
     said = {
         Condition.READY: _Said(
@@ -123,7 +127,7 @@ def build_refused_conditions(
         )
         for kind, one in said.items()
     }
-    # Each keeps its place in the list, because a list in another order is another status to write.
+    # Keep the order of the list, because another order would cause a write of the status.
     kept = [new.pop(kind, dict(one)) for kind, one in old.items()]
     return [*kept, *new.values()]
 
@@ -149,10 +153,10 @@ def _build(
 
 
 def _say_end(decision: Decision, phase: Phase, otherwise: Reason) -> _Said:
-    """Return whether the run is over in this phase."""
+    """Return the condition that shows whether the run is over with this phase."""
     if decision.phase != phase:
         return _Said(False, otherwise)
-    # The message of the end itself: hints that are added later are for ``status.message``.
+    # Use the message of the end. Hints that are added later appear only in ``status.message``.
     finish = decision.memory.finish
     return _Said(
         True,
@@ -162,8 +166,10 @@ def _say_end(decision: Decision, phase: Phase, otherwise: Reason) -> _Said:
 
 
 def _say_checkpoint(observation: Observation, decision: Decision) -> _Said:
-    """Return whether the newest save succeeded: False from the first one that failed until the next good
-    one."""
+    """Return the condition that shows whether the newest save succeeded.
+
+    It is False from the first failed save until the next successful save.
+    """
     run, training = observation.run, decision.memory.training
     is_over = decision.phase == Phase.FAILED
     remedy = describe_volume_remedy(run, training.checkpoint_step, is_over=is_over)
@@ -180,8 +186,8 @@ def _say_checkpoint(observation: Observation, decision: Decision) -> _Said:
             kept = f"The newest valid checkpoint is of step {newest}."
         return _Said(False, Reason.SAVE_FAILED, f"{text} {kept} Check the volume.")
 
-    # A pod may meet the full volume elsewhere than in a save: only a later checkpoint shows that there is
-    # room again, or progress in a run that reports no checkpoint.
+    # A pod may fail because of a full volume outside a save. Then only a later checkpoint shows that there is
+    # room again, or progress if the run reports no checkpoints.
     failure, saved_at = decision.memory.last_failure, training.checkpoint_at
     is_full = (
         failure is not None
@@ -201,7 +207,7 @@ def _say_checkpoint(observation: Observation, decision: Decision) -> _Said:
 
 
 def _say_pods(observation: Observation, decision: Decision) -> _Said:
-    """Return how many of the nodes train."""
+    """Return the condition that shows how many nodes train."""
     if decision.phase in _WITHOUT_PODS:
         return _Said(False, Reason.NO_PODS)
     ready, nodes = decision.memory.training.ready, observation.run.spec.nodes
@@ -231,14 +237,15 @@ def _say_progressing(
     now: float,
     timeout: float,
 ) -> _Said:
-    """Return whether steps advance. ``was_ready``: the condition Ready in the last status."""
+    """Return the condition that shows whether steps advance. ``was_ready``: condition Ready in the last
+    status."""
     training = decision.memory.training
     if decision.phase != Phase.RUNNING:
         return _Said(False, decision.reason)
     if training.step is None or training.updated_at is None:
         return _Said(None, Reason.NO_STEP_YET)
 
-    # Time in which no group was up is no time without a step.
+    # Do not count time in which there was no group as time without a step.
     ready_since = None
     if was_ready.get("status") == "True":
         ready_since = parse_time(was_ready.get("lastTransitionTime"))
