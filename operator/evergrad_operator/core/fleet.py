@@ -1,4 +1,4 @@
-"""The runs of the fleet page as rows, from what the API server has of them. Pure."""
+"""Builds the rows of the fleet page from raw runs. Pure."""
 
 from collections.abc import Iterable
 from typing import Any, Final
@@ -8,14 +8,14 @@ from evergrad_operator.core.objects.raw import get_int, get_map, get_text
 from evergrad_operator.core.observe.spec import is_managed_here
 
 MOST_RUNS: Final = 500
-"""Runs of one page: those that have not ended come first, the newest before the others."""
+"""Maximum number of runs on the page. Runs that have not ended come first, each group sorted by age, newest
+first."""
 _MOST_CHARACTERS: Final = 200
 _ENDED: Final = ("Complete", "Failed", "Stopped")
 
 
 def build_fleet(runs: Iterable[Raw]) -> dict[str, Any]:
-    """Return the page's content: the number of runs, of those in each phase, and a row for each of the first
-    MOST_RUNS."""
+    """Return the page's content: the number of runs, the number in each phase, and at most MOST_RUNS rows."""
     rows = [build_row(raw) for raw in runs]
     phases: dict[str, int] = {}
     for row in rows:
@@ -34,7 +34,7 @@ def build_row(raw: Raw) -> dict[str, Any]:
     metadata, status = get_map(raw, "metadata"), get_map(raw, "status")
     progress = get_map(status, "progress")
     manager = "" if is_managed_here(raw) else f"managed by {raw['spec']['managedBy']}"
-    # Any version of the operator may have written the status: what is no text or number is left out.
+    # Leave out values of unexpected types, because any version of the operator may have written the status.
     return {
         "namespace": get_text(metadata, "namespace"),
         "name": get_text(metadata, "name"),

@@ -1,4 +1,4 @@
-"""Parses the answer of a run's coordinator into a Progress. Pure."""
+"""Parses the /status response of a run's coordinator into a CoordinatorStatus. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,12 +24,12 @@ from evergrad_operator.core.observe.time_accounting import parse_counts
 _MAX_COUNT: Final = 10**6
 _MAX_SECONDS: Final = 10**9
 _MAX_VALUE: Final = 1e15
-"""Larger values of a coordinator are not believed: a status with them would be refused."""
+"""Largest valid value. Larger values are dropped, because the API server would refuse a status with them."""
 
 
 @dataclass(frozen=True)
 class ReportedFailure:
-    """The failure that a coordinator names as the root cause."""
+    """The failure that a coordinator reports as the root cause."""
 
     cause: str
     node: str
@@ -44,12 +44,13 @@ class ReportedFailure:
 class CoordinatorStatus:
     """A coordinator's /status.
 
-    ``attempt``: of the pod that was asked; ``updated_seconds_ago``: the last report of a step.
-    ``failed_saves``: in a row, None where no save has ended yet; ``save_trouble`` and ``save_message``: why
-    the last of them failed, as one of causes.TROUBLES and in words. ``used``:
-    node-milliseconds by use, None of an older coordinator; ``new_steps``: steps of progress since the
-    coordinator began, None of an older one; ``joined``: seconds since a node could train, by
-    its address.
+    ``attempt``: attempt of the pod that was polled. ``updated_seconds_ago``: seconds since the last report of
+    a step.
+    ``failed_saves``: number of consecutive failed saves; None if no save has ended yet. ``save_trouble``,
+    ``save_message``: why the last save failed, as one of causes.TROUBLES and as a message. ``used``:
+    node-milliseconds by use; None from an older coordinator. ``new_steps``: steps of progress since the
+    coordinator started; None from an older coordinator. ``joined``: seconds since a node could first train,
+    by its address.
     """
 
     attempt: int
@@ -83,9 +84,9 @@ class CoordinatorStatus:
 
 
 def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> CoordinatorStatus:
-    """Parse the answer to ``GET /status`` of the coordinator pod of ``attempt``.
+    """Parse the response to ``GET /status`` from the coordinator pod of ``attempt``.
 
-    Raises ProgressError for an answer that is no coordinator's.
+    Raises ProgressError if the response does not come from a coordinator.
     """
     nodes = raw.get("nodes")
     if not isinstance(nodes, Mapping) or not isinstance(raw.get("phase"), str):
@@ -93,8 +94,8 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> CoordinatorStatus
             f"coordinator {attempt}: /status has no phase or no nodes. Is another program on its port?"
         )
 
-    # Everything that an answer holds is bounded: the port may be another program's, and a status that is
-    # too large is refused.
+    # Limit all values, because another program may use the port, and the API server refuses a status that is
+    # too large.
     failure = get_map(raw, "lastFailure")
     last_failure = None
     if isinstance(raw.get("lastFailure"), Mapping):
@@ -149,7 +150,7 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> CoordinatorStatus
 
 
 def _counters(raw: Mapping[str, Any], key: str) -> dict[str, float]:
-    """Read counters by cause, as many and as large as a status can hold."""
+    """Return counters by cause, limited in number and size to the limits of a status."""
     values = get_map(raw, key)
     pairs = [(str(cause)[:LONGEST_CAUSE], get_float(values, cause)) for cause in values]
     return {

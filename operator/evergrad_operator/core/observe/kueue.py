@@ -1,4 +1,4 @@
-"""A pod's place in a queue of Kueue, as labels, gates and finalizer show it. Pure."""
+"""Parses a pod's place in a queue of Kueue from its labels, gates and finalizers. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +13,12 @@ from evergrad_operator.core.objects.times import parse_time
 class QueuePlace:
     """The place of one pod.
 
-    ``queue``: the LocalQueue, empty for none. ``group``: the group that Kueue admits together, of
-    ``group_size`` pods; empty and 0 for a pod that is admitted alone. ``is_gated``: it waits for Kueue to
-    admit it. ``is_managed``: Kueue's finalizer is on it. ``has_terminated``: its phase is Failed or
-    Succeeded, which a kubelet reports later than the end of its container. ``is_active``: Kueue counts it as
-    a pod of its group, and would delete any above the group's size. ``scheduled_at``: seconds since 1970.
+    ``queue``: the LocalQueue; empty if there is none. ``group``, ``group_size``: the group that Kueue admits
+    together; empty and 0 for a pod that is admitted alone. ``is_gated``: the pod waits until Kueue admits it.
+    ``is_managed``: the pod has Kueue's finalizer. ``has_terminated``: the pod's phase is Failed or Succeeded,
+    which the kubelet reports later than the end of the container. ``is_active``: Kueue counts the pod as a
+    member of its group. Kueue deletes active pods above the group's size. ``scheduled_at``: seconds since
+    1970.
     """
 
     queue: str = ""
@@ -31,20 +32,20 @@ class QueuePlace:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether it has joined a group that Kueue had just finished: it is never admitted."""
+        """Whether the pod joined a group that Kueue had already finished, so that it is never admitted."""
         return bool(self.group) and self.is_gated and not self.is_managed
 
     @property
     def is_group_alive(self) -> bool:
-        """Whether Kueue keeps its group for this pod's sake."""
+        """Whether Kueue keeps the pod's group because of this pod."""
         return bool(self.group) and not self.has_terminated and not self.is_abandoned
 
     def is_stranded(self, queue: str) -> bool:
-        """Whether Kueue holds the pod in no queue, or in another than ``queue``, which its run names by now:
-        a pod stays in the one that it was made with.
+        """Return whether Kueue holds the pod in another queue than ``queue``, or in no queue.
 
-        A run that names none leaves its pods where they wait: Kueue puts pods without a label into the
-        namespace's LocalQueue ``default``, and would put their successors there, too.
+        ``queue``: the queue that the run names now; a pod stays in the queue with which it was created. If
+        the run names no queue, the result is False: Kueue puts pods without a label into the namespace's
+        LocalQueue ``default``, and would put their replacements there, too.
         """
         return bool(queue) and self.is_gated and self.queue != queue
 
@@ -69,12 +70,12 @@ def parse_place(raw: Mapping[str, Any]) -> QueuePlace:
         None,
     )
 
-    # As Kueue counts: a pod that is deleted before it has a host will never run.
+    # Count as Kueue does: a pod that is deleted before it has a host never runs.
     never_runs = metadata.get("deletionTimestamp") is not None and not spec.get("nodeName")
     return QueuePlace(
         queue=get_text(labels, names.LABEL_QUEUE),
         group=get_text(labels, names.LABEL_QUEUE_GROUP),
-        # Bounded, because anybody may set an annotation.
+        # Limit the length, because any client may set an annotation.
         group_size=int(size) if size.isdecimal() and len(size) < 6 else 0,
         is_gated=names.QUEUE_GATE in gates,
         is_managed=is_managed,

@@ -1,7 +1,7 @@
-"""Whether a run may begin: one check, which the webhook and the operator call with the same arguments. Pure.
+"""Checks whether a run may begin. The webhook and the operator call the check with the same arguments. Pure.
 
-It judges the run with the defaults of its profile, because the pods are made of both. The chart's CEL rules
-are a smaller copy for installations without a webhook: they see neither profiles nor the manifest's rules.
+The check includes the defaults of the run's profile, because pods are built from both. The chart's CEL rules
+are a smaller copy for installations without a webhook. They check neither profiles nor the manifest's rules.
 """
 
 from collections.abc import Mapping
@@ -20,12 +20,12 @@ from evergrad_operator.core.observe.profiles import RunProfile
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong with a run.
+    """The result of a check.
 
-    ``run``: None if a single field cannot be read. ``manifest``: what it was read from, with the defaults of
-    its profile. ``problems``: all of the run, those of its file first. ``refusals``: those of them that only
-    this installation has. ``outdated``: spellings that an earlier version accepted and that were read once
-    more. ``of_profile``: what is wrong with the profile itself, which the file cannot correct.
+    ``run``: the parsed run; None if any field cannot be read. ``manifest``: the manifest with the defaults of
+    its profile. ``problems``: all problems of the run, problems of its file first. ``refusals``: the problems
+    by the rules of this installation. ``outdated``: spellings of earlier versions that were accepted.
+    ``of_profile``: problems of the profile, which a change of the run's file cannot correct.
     """
 
     run: TrainingRun | None
@@ -43,29 +43,30 @@ def check(
     *,
     is_stored: bool = False,
 ) -> Verdict:
-    """Check ``raw``, an object as the API server sends it, by the rules of this installation and the profile
-    of the run.
+    """Check a raw run from the API server by the general rules, the rules of this installation and its
+    profile.
 
-    ``is_stored``: spellings of earlier versions are read once more, since such a run continues.
+    ``is_stored``: True for a run that is stored already. Spellings of earlier versions are then accepted, so
+    that the run can continue.
     """
     document = apply_defaults(raw, profile.defaults)
     manifest: Mapping[str, Any] = manifest_of(document)
     run, found = check_run(manifest)
     outdated: tuple[Problem, ...] = ()
     if run is None and is_stored:
-        # Where the newer spelling does not make it readable, its problems are reported in the file's own
-        # words, as evergrad validate does.
+        # If the run cannot be read even with the newer spelling, report the problems of the original
+        # spelling, as evergrad validate does.
         plain, named = with_plain_numbers(manifest)
         again, left = check_run(plain) if named else (None, found)
         manifest = plain
         if again is not None:
             run, found, outdated = again, left, named
 
-    # What the installation allows, and what the profile allows beyond that.
+    # Check the rules of the installation, extended by the names that the profile allows.
     refusals = find_refusals(document, replace(rules, granted=profile.granted))
-    # A run from before there were profiles continues with whatever it has asked for.
+    # Do not check the devices of a run that began before profiles existed.
     devices = check_allowed(manifest, profile.rdma) if profile.is_known else ()
-    # Which profile a run names is a word of its own file.
+    # A problem of spec.profile belongs to the run's file, not to the profile.
     of_file = tuple(one for one in profile.problems if one.path == "spec.profile")
     of_profile = tuple(one for one in profile.problems if one.path != "spec.profile")
     return Verdict(

@@ -1,4 +1,4 @@
-"""Ends and reports of the pods that prepare a run's data: each end is counted once. Pure."""
+"""Records the reports and ends of the pods that prepare a run's data, each end once. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ _NO_RESTART: Final = (PodCause.DONE, PodCause.USER_ERROR)
 def note_preparation(
     memory: Memory, observation: Observation, config: Config, now: float
 ) -> Memory:
-    """Return the memory with the newest report, and every end of a preparing pod that was not counted
+    """Return the memory with the newest report, and every end of a preparation pod that was not counted
     before."""
     known, pods = memory.preparation, observation.preparations
     attempt, is_counted = known.attempt, known.is_recorded
-    # A pod that was known and is gone has ended unseen.
+    # A recorded pod that no longer exists has ended unobserved.
     is_gone = all(pod.attempt != attempt for pod in pods)
     has_vanished = attempt >= 0 and not is_counted and is_gone
     vanished = (
@@ -50,7 +50,7 @@ def note_preparation(
         if pod.is_over:
             ended.append(pod)
 
-    # A report counts for as long as its pod is the newest. Chunks that it has finished are progress.
+    # Use a report only if its pod is the newest. Finished documents count as progress.
     report = observation.report
     if report is not None and report.attempt == attempt and not is_counted:
         known = take_report(known, report.values)
@@ -63,22 +63,22 @@ def note_preparation(
     if any(describe_cause(pod) == PodCause.DONE for pod in ended):
         memory = _note_done(memory, observation)
 
-    # Pods that the operator itself sends away are nobody's fault and no restart.
+    # Ends of pods that the operator itself deletes are neither failures nor restarts.
     if is_letting_go(observation, memory) or observation.run.spec.preparation is None:
         return memory
     memory = _add_ends(memory, ended, vanished, now)
     newest = max((pod.created_at for pod in pods), default=0.0)
-    # A long life alone is none: each pod might die at the same chunk, for ever.
+    # A long life does not count as progress, because each pod might fail at the same chunk forever.
     by_progress = replace(config, undisturbed_seconds=math.inf)
     memory = count_failures(memory, ended, newest=newest, config=by_progress, now=now)
-    # A pod that has run for long shows that its host was good: its end is a first fault again.
+    # If a pod has run for WELL_SECONDS, its host was healthy, so its end is the first fault again.
     faults = memory.faults
     has_lasted = any(now - (pod.started_at or now) >= WELL_SECONDS for pod in pods)
     if has_lasted and not faults.nodes:
         memory = replace(
             memory, faults=HostFaults(hosts=faults.hosts, at=faults.at, seen=faults.seen)
         )
-    # No node is to blame: only the host is remembered, and the pause.
+    # Record only the host and the pause, and no node, because the pod is not a node.
     nodes = memory.faults.nodes
     faulty = [pod for pod in ended if describe_cause(pod) in _OF_HOST]
     memory = note_host_faults(memory, faulty, newest=newest, config=config, now=now)
@@ -86,7 +86,7 @@ def note_preparation(
 
 
 def _note_done(memory: Memory, observation: Observation) -> Memory:
-    """Return the memory with the data prepared: failures before it are made good."""
+    """Return the memory with the data prepared. Earlier failures are reset."""
     done = replace(
         memory.preparation,
         prepared=observation.run.parsed.preparation_hash,
@@ -106,7 +106,7 @@ def _note_done(memory: Memory, observation: Observation) -> Memory:
 def _add_ends(
     memory: Memory, ended: Sequence[PodState], vanished: str, now: float
 ) -> Memory:
-    """Write down each end, and count as a restart what is started again."""
+    """Record each end, and count it as a restart if the pod is replaced."""
     records = [EndRecord(vanished, PodCause.DELETED, None, now)] if vanished else []
     restarts, failure = dict(memory.restarts), memory.last_failure
     for pod in ended:

@@ -1,12 +1,12 @@
-"""The newest failure and its root cause, from the reports of pods and of the coordinator. Pure.
+"""Determines the newest failure and its root cause from the reports of pods and of the coordinator. Pure.
 
 | reported by | after | result |
 |---|---|---|
-| a pod that ended by itself, exit code 64 or 70 | its coordinator named a rank just before | the rank stays |
-| any pod that failed | | the pod, its exit code and last words |
-| a pod with a host fault | a failure that counts, in the same look | the failure stays |
-| the coordinator | a pod ended by itself in the last minute | the coordinator's: it names the rank |
-| the coordinator | the same failure once more: its time wavers by two seconds | nothing new |
+| a pod with exit code 64 or 70 | its coordinator reported a rank in the last minute | the rank stays |
+| any pod that failed | | the pod, its exit code and its message |
+| a pod with a host fault | a failure that counts, in the same pass | the failure stays |
+| the coordinator | a pod with exit code 64 or 70 in the last minute | the coordinator's report, which has the
+rank | | the coordinator | the same failure again, with a time within two seconds | no change |
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,32 +20,32 @@ from evergrad_operator.core.observe.memory import LastFailure, Memory
 from evergrad_operator.core.observe.pods import MAX_MESSAGE, PodState, describe_cause
 
 CAUSES: Mapping[str, PodCause] = {name: one.pod for name, one in CHANGES.items() if one.pod}
-"""The coordinator's word for a cause → ours; any other is a crash."""
+"""Maps the coordinator's causes to causes of pods. Any other cause counts as a crash."""
 _EPHEMERAL_STORAGE = "ephemeral-storage"
 _NODE_DIGITS = 7
 _REPEAT_SECONDS = 60.0
-"""Time within which a node ends after its coordinator has named the rank that failed."""
+"""Maximum time between the coordinator's report of a failed rank and the end of the node."""
 _WAVER_SECONDS = 2.0
 _SAID_BEFORE = (ExitCode.USER_ERROR, ExitCode.INTERNAL)
-"""Exit codes of a node that ends by itself, after it has reported the reason to its coordinator."""
+"""Exit codes of a node that ends on its own after it has reported the reason to its coordinator."""
 
 
 def note_pods(memory: Memory, ended: Sequence[PodState], now: float) -> Memory:
-    """Return the memory with the last failure among pods that have just ended."""
+    """Return the memory with the last failure among the pods in ``ended``."""
     failure = memory.last_failure
     failed = [
         pod for pod in ended if describe_cause(pod) in (*COUNTED, PodCause.USER_ERROR)
     ]
-    # Host faults are reported only where nothing that counts has ended in the same look.
+    # Report host faults only if no pod with a failure that counts has ended in the same pass.
     if not failed:
         failed = [pod for pod in ended if describe_cause(pod) == PodCause.HOST_FAULT]
-    # An eviction is free, and for once a person can do something about it.
+    # An eviction costs no failure. Report it if the disk was full, because a person can prevent that.
     if not failed:
         failed = [pod for pod in ended if is_short_of_disk(pod)]
     for pod in failed:
         end = pod.end
         message = end.message if end else ""
-        # An eviction's words have no remedy.
+        # Add a remedy, because the kubelet's message has none.
         if is_short_of_disk(pod):
             disk = f"spec.resources.requests.{_EPHEMERAL_STORAGE}"
             remedy = f"Set {disk}: a host with room is chosen then"
@@ -58,7 +58,8 @@ def note_pods(memory: Memory, ended: Sequence[PodState], now: float) -> Memory:
             step=memory.training.step,
             exit_code=end.exit_code if end else None,
         )
-        # A failure that has a rank is the coordinator's, which names the rank that the pod cannot name.
+        # A failure with a rank comes from the coordinator. Keep it, because a pod's end does not contain the
+        # rank.
         is_repeated = (
             failure is not None
             and failure.rank is not None
@@ -71,7 +72,7 @@ def note_pods(memory: Memory, ended: Sequence[PodState], now: float) -> Memory:
 
 
 def is_short_of_disk(pod: PodState) -> bool:
-    """Whether a pod was evicted since its host had too little disk left, and not for what it wrote itself."""
+    """Return whether a pod was evicted because its host's disk was full, and not for its own disk usage."""
     end = pod.end
     return (
         end is not None
@@ -84,8 +85,7 @@ def note_outcome(memory: Memory, failure: ReportedFailure | None, now: float) ->
     """Return the memory with the last failure as the coordinator reports it."""
     if failure is None or failure.cause == "peer_lost":
         return memory
-    # The same failure is reported by the pod and by the coordinator, in either order and at slightly
-    # different times.
+    # The pod and the coordinator report the same failure in either order, with slightly different times.
     at, known = now - failure.seconds_ago, memory.last_failure
     is_repeat = (
         known is not None
@@ -96,7 +96,7 @@ def note_outcome(memory: Memory, failure: ReportedFailure | None, now: float) ->
     if known is not None and at <= known.at + _WAVER_SECONDS and not is_repeat:
         return memory
 
-    # A node's id is a text, and only a small number can be the index of a pod.
+    # A node's id is a text. Only a small number can be the index of a pod.
     is_number = failure.node.isdecimal() and len(failure.node) < _NODE_DIGITS
     described = LastFailure(
         cause=CAUSES.get(failure.cause, PodCause.WORKER_CRASH),

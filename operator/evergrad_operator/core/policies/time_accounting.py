@@ -1,7 +1,7 @@
-"""Counts the time of a run's pods, as the observation shows them, into its memory. Pure.
+"""Adds the time of a run's observed pods to its memory. Pure.
 
-The pods of nodes, of the preparation and of evaluations count. The coordinator's does not: it asks for
-little, and no accelerator.
+Pods of nodes, preparations and evaluations count. The coordinator's pod does not count, because it requests
+few resources and no accelerator.
 """
 
 from collections.abc import Mapping
@@ -24,21 +24,21 @@ _BY_PHASE: Final[Mapping[str, Use]] = {
     "Starting": "recovery",
     "Waiting": "waiting",
 }
-"""Uses by the phase of a coordinator of an older release, which does not count them itself."""
+"""Uses by the coordinator's phase, for coordinators of older releases that do not count uses."""
 
 
 def note_usage(
     memory: Memory, observation: Observation, now: float, *, is_current: bool
 ) -> Memory:
-    """Return the memory with the time of the pods up to ``now``, seconds since 1970.
+    """Return the memory with the time of the pods up to ``now``, in seconds since 1970.
 
-    ``is_current``: whether the answer is that of the run's newest coordinator.
+    ``is_current``: whether ``observation.progress`` comes from the run's newest coordinator.
     """
     progress = observation.progress if is_current else None
     reading: Reading | None = None
     fallback: Use | None = None
-    # Uses of pods that have joined where their coordinator says nothing new: without it nobody trains for
-    # longer than a lease.
+    # Choose the use of joined pods if their coordinator reports nothing new. Without a coordinator, nodes
+    # train no longer than a lease.
     if observation.unreachable is not None:
         fallback = "recovery"
     if is_letting_go(observation, memory):
@@ -53,14 +53,14 @@ def note_usage(
     run = observation.run
     here = (*observation.nodes, *observation.preparations, *observation.evaluations)
     lives = [_read_life(run, pod, joined, now) for pod in here]
-    # A pod that is gone and that the cache still has may be listed by both for a moment.
+    # Skip deleted pods that the cache still contains, so that no pod counts twice.
     shown = {pod.uid for pod in here}
     for pod, ago in observation.gone:
         if pod.uid not in shown and pod.role != names.ROLE_COORDINATOR:
             life = _read_life(run, pod, {}, now)
             ended = _milliseconds(now - ago) if life.ended is None else life.ended
             lives.append(replace(life, ended=ended, is_gone=True))
-    # Whole milliseconds, because sums of many passes must not drift.
+    # Use whole milliseconds, so that sums over many passes do not drift.
     usage = count(
         memory.usage, lives, now=_milliseconds(now), reading=reading, fallback=fallback
     )
@@ -73,7 +73,7 @@ def _read_life(
     bound = pod.place.scheduled_at
     if bound is None and pod.node_name:
         bound = pod.created_at
-    # A pod whose end has no time counts as ended when that is seen. One that only runs a wrong image goes on.
+    # If the end has no time, a terminated pod ends now. A pod that only runs a wrong image is still running.
     ended = None if pod.end is None else pod.end.at
     if ended is None and pod.place.has_terminated:
         ended = now

@@ -1,4 +1,4 @@
-"""Events of a run, on transitions only. Pure."""
+"""Derives the events of a run from changes of its status. Pure."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from evergrad_operator.core.observe.memory import REMEMBERED_SECONDS, parse_host
 from evergrad_operator.core.observe.observe import Observation
 
 _MOST_ENDS: Final = 3
-"""Ends of pods that get an event each; more at once share one."""
+"""Maximum number of ends of pods with an event each. If more pods end in one pass, they share one event."""
 _MOST_CHANGES: Final = 8
-"""Changed fields that one event names."""
+"""Maximum number of changed fields that one event lists."""
 _WARNINGS: Final = frozenset(
     {
         Reason.BACKING_OFF,
@@ -44,8 +44,8 @@ _QUIET_CAUSES: Final = frozenset({PodCause.DONE, PodCause.RELEASED})
 class KubernetesEvent:
     """One event. ``type``: Normal or Warning. ``reason``: CamelCase.
 
-    ``once``: a key under which the event is posted once, also by an operator that has started again; empty
-    for an event that follows a status write.
+    ``once``: a key that prevents the event from being posted twice, even after a restart of the operator;
+    empty for an event that follows a write of the status.
     """
 
     type: str
@@ -57,13 +57,13 @@ class KubernetesEvent:
 def derive_events(
     old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> tuple[KubernetesEvent, ...]:
-    """Derive the events of a change from the status ``old`` to ``new``.
+    """Return the events of a change from the status ``old`` to the status ``new``.
 
-    None repeats what an earlier event has reported.
+    No event repeats an earlier event.
     """
     events = [*_derive_ends(old, new)]
 
-    # A host that the run keeps away from from now on.
+    # Report hosts that the run avoids from now on.
     avoided, already = (
         parse_hosts(get_text(get_map(one, "memory"), "hostFaults")) for one in (new, old)
     )
@@ -79,13 +79,13 @@ def derive_events(
             KubernetesEvent("Normal", "NodesChanged", f"nodes: min {least}, max {most}")
         )
 
-    # The first checkpoint only: the others are in the run's own events.
+    # Report only the first checkpoint. Later checkpoints are in the run's own log of events.
     step = get_int(get_map(new, "checkpoint"), "step")
     if step is not None and get_int(get_map(old, "checkpoint"), "step") is None:
         text = f"the first checkpoint is of step {step}"
         events.append(KubernetesEvent("Normal", Reason.CHECKPOINT_SAVED, text))
 
-    # A run whose state is not saved loses work at its next failure, however well it trains.
+    # Report a failed save, because the run would lose work at its next failure.
     failed, before_failed = (
         get_int(get_map(one, "checkpoint"), "failedSaves") for one in (new, old)
     )
@@ -94,7 +94,7 @@ def derive_events(
         reason, text = get_text(healthy, "reason"), get_text(healthy, "message")
         events.append(KubernetesEvent("Warning", reason, text))
 
-    # Results of each checkpoint are in the status: only what is missing is an event.
+    # Report only checkpoints without results. The results of each checkpoint are in the status.
     before, after = get_map(old, "evaluation"), get_map(new, "evaluation")
     passed_over, state = get_text(after, "passedOver"), get_text(after, "state")
     if passed_over and passed_over != get_text(before, "passedOver"):
@@ -105,13 +105,13 @@ def derive_events(
             KubernetesEvent("Warning", "EvaluationFailed", get_text(after, "message"))
         )
 
-    # The transition comes last: the ends of pods explain it. A run that was made a moment ago starts, as is
-    # to be expected.
+    # Report the transition last, because the ends of pods explain it. The first start of a new run is no
+    # event.
     phase, reason = get_text(new, "phase"), get_text(new, "reason")
     has_moved = (get_text(old, "phase"), get_text(old, "reason")) != (phase, reason)
     is_first_start = not old and phase == Phase.STARTING
     if has_moved and not is_first_start:
-        # Warnings are for what a person may have to act upon; everything else is Normal.
+        # Use Warning if a person may have to act, and Normal otherwise.
         is_bad = phase == Phase.FAILED or reason in _WARNINGS
         text = get_text(new, "message") or phase
         events.append(
@@ -128,8 +128,8 @@ def _find_condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 def _derive_ends(
     old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> Iterator[KubernetesEvent]:
-    # Each pod that has ended since. A large run may lose all its pods at once: one event each would push
-    # others' events out of etcd.
+    # Report each pod that has ended since the old status. If a large run loses all its pods, use one event
+    # for all, so that the events do not displace events of other objects.
     known = {
         (get_text(one, "pod"), get_text(one, "cause")) for one in get_maps(old, "attempts")
     }
@@ -153,21 +153,21 @@ def _derive_ends(
 
 
 def describe_edit(observation: Observation) -> KubernetesEvent | None:
-    """Return the event that names the edited fields of a run; None where there are none, or one has named
-    them.
+    """Return the event that lists the edited fields of a run.
 
-    It is to be posted before the ConfigMap is applied: afterwards nothing shows any more what the pods had.
+    Returns None if no field was edited or an event has listed the fields already. Post the event before the
+    ConfigMap is applied, because the apply overwrites the old values.
     """
     applied, known = observation.applied, observation.status
-    # A run without pods keeps the manifest of its last ones: each later edit finds these fields again.
+    # A run without pods keeps the ConfigMap of its last pods, so later passes find the same fields again.
     if applied is None or not applied.changes or applied.changes_hash == known.told_changes:
         return None
     shown = "; ".join(applied.changes[:_MOST_CHANGES])
     more = len(applied.changes) - _MOST_CHANGES
     text = f"{shown}; and {more} more" if more > 0 else shown
 
-    # Until a status is written, each pass finds the edit again. Its key holds the generation of the last
-    # status: the same fields, changed back and changed again, are another edit.
+    # Until the status is written, each pass finds the edit again, so give the event a key. The key contains
+    # the generation of the last status, because the same fields may be changed back and changed again.
     status = get_map(observation.run.raw, "status")
     once = f"{get_int(status, 'observedGeneration')}/{applied.changes_hash}"
     return KubernetesEvent("Normal", "SettingsChanged", text, once)

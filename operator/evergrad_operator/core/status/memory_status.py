@@ -1,4 +1,4 @@
-"""Memory → the fields of a status that hold it, for ``parse_memory`` to read. Pure."""
+"""Builds the fields of a status that store the memory, which ``parse_memory`` reads. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ from evergrad_operator.core.observe.time_accounting import pack_notes
 def build_memory(memory: Memory) -> dict[str, Any]:
     """Build the parts of the status that only ``parse_memory`` needs. Defaults are left out.
 
-    Values that mean nothing to people are kept apart, as texts under ``memory``.
+    Values that are only for the operator are stored separately, as texts under ``memory``.
     """
     budget = memory.budget
     coordinator = memory.coordinator
@@ -35,7 +35,7 @@ def build_memory(memory: Memory) -> dict[str, Any]:
             "message": failure.message,
             "at": _time(failure.at),
         }
-    # The memory keeps no more ends than the status has room for.
+    # The memory is limited to MAX_ENDS ends, so all of them fit in the status.
     ends = [
         {
             "pod": one.pod,
@@ -130,5 +130,5 @@ def _pack(values: Mapping[str, Any]) -> str:
 
 
 def _time(seconds: float | None) -> str | None:
-    # The second 0, which is read back as no time, is written as none.
+    # Omit the time 0, because it means that there is no time.
     return format_time(seconds) if seconds is not None and int(seconds) else None
