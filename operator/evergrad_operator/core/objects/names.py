@@ -1,4 +1,5 @@
-"""Names that others rely on: labels, annotations, children, ports, paths, conditions, reasons and phases.
+"""Defines names that other components use: labels, annotations, children, ports, paths, conditions, reasons,
+phases.
 
 Pure.
 """
@@ -34,30 +35,30 @@ ROLE_COORDINATOR: Final = "coordinator"
 ROLE_PREPARATION: Final = "preparation"
 ROLE_EVALUATION: Final = "evaluation"
 ROLE_OPERATOR: Final = "operator"
-"""Role of the operator's own pod, as the chart labels it."""
+"""Role in the labels of the operator's own pod, set by the chart."""
 CONTAINERS: Final = {
     ROLE_NODE: contract.TRAINER_CONTAINER,
     ROLE_COORDINATOR: "coordinator",
     ROLE_PREPARATION: contract.TRAINER_CONTAINER,
     ROLE_EVALUATION: contract.TRAINER_CONTAINER,
 }
-"""Our container in a pod, by the pod's role. Others in it are not ours."""
+"""Name of our container in a pod, by the pod's role. Other containers were injected."""
 
 ANNOTATION_HASH: Final = f"{LABEL_PREFIX}applied-hash"
-"""Hash of what was applied last: an equal one need not be applied again."""
+"""Hash of the last applied object. An object with the same hash is not applied again."""
 ANNOTATION_RESTART: Final = f"{LABEL_PREFIX}restart"
-"""On pods: the restart they belong to. Pods of an older one are replaced."""
+"""On pods: the restart to which the pod belongs. Pods of an older restart are replaced."""
 ANNOTATION_HOST: Final = f"{LABEL_PREFIX}host"
-"""The one host that a pod may come to, since its volume is mounted there."""
+"""The only host on which the pod may run, because its volume is mounted there."""
 ANNOTATION_GROUP_PRIORITY: Final = f"{LABEL_PREFIX}priority-class"
-"""On PodGroups of Kubernetes: the priority class that the group was made with, and keeps."""
+"""On PodGroups of Kubernetes: the priority class with which the group was created. It cannot change."""
 ANNOTATION_DELETED_WITH: Final = f"{LABEL_PREFIX}deleted-with"
-"""On a PVC: uid of the run that it is deleted with, by ``spec.storage.whenDeleted``."""
+"""On a PVC: uid of the run with which the PVC is deleted, by ``spec.storage.whenDeleted``."""
 ANNOTATION_MADE_FOR: Final = f"{LABEL_PREFIX}made-for"
-"""On a PVC: uid of the run that the operator made it for.
+"""On a PVC: uid of the run for which the operator created the PVC.
 
-It is written when the PVC is created. The chart's policy keeps the operator's account from writing it later,
-and from making any other run the owner of the PVC.
+It is written when the PVC is created. The chart's policy prevents the operator's account from writing it
+later, and from setting another run as the owner of the PVC.
 """
 CLAIM_ANNOTATION_PREFIX: Final = RECORD_PREFIX
 
@@ -71,19 +72,19 @@ ANNOTATION_QUEUE_FORCED: Final = "kueue.x-k8s.io/safe-to-forcefully-delete"
 QUEUE_GATE: Final = "kueue.x-k8s.io/admission"
 QUEUE_FINALIZER: Final = "kueue.x-k8s.io/managed"
 ANNOTATION_ELASTIC_PRIORITY: Final = f"{LABEL_PREFIX}elastic-priority-class"
-"""On runs: the WorkloadPriorityClass of the nodes above ``nodes.min``, in the place of the run's own."""
+"""On runs: the WorkloadPriorityClass of nodes above ``nodes.min``, instead of the run's own class."""
 LABEL_GANG: Final = "scheduling.x-k8s.io/pod-group"
-"""On pods: their PodGroup of scheduler-plugins. Kubernetes' own is named in the pod's spec."""
+"""On pods: the PodGroup of scheduler-plugins. A PodGroup of Kubernetes is named in the pod's spec."""
 PROPAGATED_LABELS: Final = (LABEL_QUEUE, LABEL_QUEUE_PRIORITY)
-"""Labels of a run that its node pods get, the pod that prepares its data, and its coordinator where Kueue
-admits nothing without them."""
+"""Labels of a run that are copied to its nodes and its preparation and evaluation pods. They are copied to
+the coordinator only if Kueue admits no pods without them."""
 
 # ---- places ------------------------------------------------------------------------------------------------
 
 JOIN_PORT: Final = 29400
 STATUS_PORT: Final = 29401
 METRICS_PORT: Final = 29402
-"""Port of a training pod's metrics, where its run names none."""
+"""Port of a training pod's metrics if the run does not set one."""
 CONFIG_FILE: Final = "trainingrun.json"
 STATE_PATH: Final = "/state"
 TOKEN_KEY: Final = "token"
@@ -95,12 +96,12 @@ FIELD_MANAGER: Final = "evergrad-operator"
 # ---- bounds ------------------------------------------------------------------------------------------------
 
 MAX_NODES: Final = 4096
-"""Numbers of nodes that are believed: a run has 1,024 at most."""
+"""Largest valid number of nodes. A run has at most 1,024 nodes."""
 MAX_ATTEMPT: Final = 10**8
 """Largest attempt that is believed of what somebody may have edited. A pod's label is read up to nine digits,
 so that the attempts after it can be read, too: pods that are not recognized would be made without end."""
 MAX_EPOCH: Final = 500_000
-"""The same of a coordinator, which takes no epoch above 2**19."""
+"""Largest valid attempt of a coordinator, which accepts no epoch above 2**19."""
 
 
 def node_pod_name(run: str, index: int, attempt: int) -> str:
@@ -127,9 +128,9 @@ def evaluation_pod_name(run: str, step: int, attempt: int) -> str:
 
 
 def queue_group_name(run: str, uid: str, number: int) -> str:
-    """Name the group of pods that a queue admits together, from 0.
+    """Name a group of pods that a queue admits together. ``number``: from 0.
 
-    The uid keeps a run out of what Kueue still has of an earlier run of the name.
+    The uid distinguishes the group from groups of an earlier run with the same name that Kueue still stores.
     """
     return f"{run}-{uid[:5]}-{number}"
 
@@ -140,19 +141,20 @@ def coordinator_service_name(run: str) -> str:
 
 
 def coordinator_budget_name(run: str) -> str:
-    """Name the coordinator's PodDisruptionBudget, which no run can have: names of runs have no dot."""
+    """Name the coordinator's PodDisruptionBudget. No run has this name, because names of runs contain no
+    dot."""
     return f"{run}.coordinator"
 
 
 def config_name(run: str) -> str:
-    """Name the ConfigMap with the run as its nodes read it."""
+    """Name the ConfigMap with the run's manifest, which its nodes read."""
     return f"{run}-config"
 
 
 def token_secret_name(run: str, token: str) -> str:
     """Name the Secret with a run's token.
 
-    The name follows the token, so that a namesake's Secret is never taken for this one.
+    The name depends on the token, so that it differs from the Secret of another run with the same name.
     """
     return f"{run}-token-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
 
@@ -163,7 +165,8 @@ def claim_annotation(run: str) -> str:
 
 
 def claim_field_manager(run: str) -> str:
-    """Name the field manager that applies a run's record: runs may share a PVC, and each owns its own."""
+    """Name the field manager that applies a run's record. Runs may share a PVC, and each run owns its
+    record."""
     return f"{FIELD_MANAGER}-{run}"
 
 
@@ -186,7 +189,7 @@ class Condition(StrEnum):
 
 
 class Phase(StrEnum):
-    """A run in one word, for people. Derived; decisions rest on it only where no coordinator has answered."""
+    """Summary of a run's state for users. Decisions use it only if no coordinator has answered."""
 
     PENDING = "Pending"
     PREPARING = contract.PREPARING
@@ -210,7 +213,7 @@ class EvaluationState(StrEnum):
     EVALUATING = "Evaluating"
     """A pod evaluates a checkpoint."""
     FAILED = "Failed"
-    """It was given up until the run is edited."""
+    """The evaluation has failed and waits until the run is edited."""
 
 
 class Reason(StrEnum):
@@ -218,28 +221,29 @@ class Reason(StrEnum):
 
     # On its way.
     ACCEPTED = "Accepted"
-    """Seen, and nothing is wrong with it."""
+    """The run was observed and has no problems."""
     PREPARING = contract.PREPARING
-    """The data are prepared; no node has been asked for."""
+    """The data are being prepared; no node has been created yet."""
     STARTING = "Starting"
     """Pods are on their way, or the group is forming."""
     TRAINING = "Training"
-    """The group is up."""
+    """The group trains."""
     FINISHING = "Finishing"
     """All steps are done; the last pods write the report and end."""
     RESTARTING = "Restarting"
-    """``restartNonce`` or a setting has changed: all pods leave, then come again."""
+    """``restartNonce`` or a setting has changed: all pods leave and are created again."""
     BACKING_OFF = "BackingOff"
     """A replacement waits after failures."""
     HOST_FAULTS = "HostFaults"
-    """Hosts fail the pods one after the other; these come again elsewhere, later each time."""
+    """Several host faults in a row: pods are created again on other hosts, with a growing delay."""
     GIVEN_BACK = "PodsGivenBack"
-    """Fewer pods than ``nodes.min`` found a host for long: all have left, and come again later."""
+    """Fewer pods than ``nodes.min`` found a host for too long: all pods were deleted and are requested again
+    later."""
     WAITING_FOR_NODES = "WaitingForNodes"
-    """Fewer nodes than ``nodes.min`` are there."""
+    """Fewer nodes than ``nodes.min`` have joined."""
     COORDINATOR_LOST = "CoordinatorLost"
-    """The coordinator is being replaced; training goes on meanwhile."""
-    # Obstacles: the run goes on by itself once they are gone.
+    """The coordinator is being replaced; training continues."""
+    # Obstacles: the run continues without action as soon as they are gone.
     IMAGE_PULL_FAILED = "ImagePullFailed"
     """An image cannot be pulled."""
     UNSCHEDULABLE = "Unschedulable"
@@ -251,19 +255,19 @@ class Reason(StrEnum):
     ADMISSION_REFUSED = "AdmissionRefused"
     """A policy, LimitRange or webhook refuses an object."""
     INVALID_OBJECT = "InvalidObject"
-    """The API server calls an object invalid."""
+    """The API server refuses an object as invalid."""
     NAME_TAKEN = "NameTaken"
-    """An object of a name that the run needs belongs to somebody else."""
+    """An object with a name that the run needs belongs to another owner."""
     WEBHOOK_FAILED = "WebhookFailed"
     """An admission webhook does not answer."""
     API_UNAVAILABLE = "ApiUnavailable"
-    """The API server does not answer, or not now."""
+    """The API server does not answer, or is overloaded."""
     COORDINATOR_UNREACHABLE = "CoordinatorUnreachable"
     """The coordinator does not answer the operator."""
     COORDINATOR_UNAUTHORIZED = "CoordinatorUnauthorized"
-    """The coordinator does not take the operator's token."""
+    """The coordinator does not accept the operator's token."""
     BOUNDS_NOT_TAKEN = "BoundsNotTaken"
-    """The coordinator has not taken a new number of nodes or failures."""
+    """The coordinator has not accepted a new number of nodes or failures."""
     CREATE_FAILED = "CreateFailed"
     """The API server refuses an object for another reason."""
     VOLUME_MISSING = "VolumeMissing"
@@ -277,18 +281,18 @@ class Reason(StrEnum):
     START_ERROR = "StartError"
     """A container cannot be created or started."""
     GANG_UNAVAILABLE = "GangUnavailable"
-    """The API server has no PodGroup, by which this installation places runs."""
+    """The API server has no PodGroup kind, which this installation uses to place runs."""
     INVALID_SPEC = "InvalidSpec"
     """The run has a value that the operator does not allow."""
     OUTDATED_SPEC = "OutdatedSpec"
-    """An event alone: the run is spelled as only an earlier version accepts."""
+    """Used only for an event: the run contains a spelling that only earlier versions accept."""
     DELETING = "Deleting"
     """The run itself is being deleted."""
     # The end.
     COMPLETE = "Complete"
     """All steps are done."""
     ALREADY_COMPLETE = "AlreadyComplete"
-    """This run was complete before, by its record on the volume."""
+    """The record on the volume shows that this run was complete before."""
     USER_ERROR = "UserError"
     """Wrong configuration or data."""
     WORKER_CRASH = "WorkerCrash"
@@ -296,36 +300,37 @@ class Reason(StrEnum):
     OUT_OF_MEMORY = "OutOfMemory"
     """Workers ran out of memory too often without progress."""
     VOLUME_FULL = "VolumeFull"
-    """The volume is full: the last save failed, or, for a run that has failed, too many without progress."""
+    """The volume is full: the last save failed, or the run failed after too many such failures without
+    progress."""
     SAVE_FAILED = "SaveFailed"
     """The last save failed for another reason than a full volume."""
     OUT_OF_EPHEMERAL_STORAGE = "OutOfEphemeralStorage"
-    """Pods wrote more on their hosts' disks than they may, too often without progress."""
+    """Pods exceeded their limit on their hosts' disks too many times without progress."""
     DEADLINE_EXCEEDED = "DeadlineExceeded"
-    """``activeDeadlineSeconds`` is over."""
+    """``activeDeadlineSeconds`` has passed."""
     OUTPUT_CONFLICT = "OutputConflict"
-    """Another run, or another recipe, has this folder of the volume."""
+    """Another run or another recipe uses this folder of the volume."""
     # Suspended.
     SUSPENDING = "Suspending"
     """Pods save and leave."""
     SUSPENDED = "Suspended"
     """``suspend`` is set and no pod is left."""
     STOPPED = "StoppedOnRequest"
-    """The recipe or its stop file asked for a stop; state is saved."""
+    """The recipe or its stop file requested a stop; the state is saved."""
     NON_FINITE = "NonFinite"
-    """A loss or a gradient was not finite; the state before that step is saved, and a person decides how to
-    go on."""
+    """A loss or a gradient was not finite. The state before that step is saved, and a person decides how to
+    continue."""
     # Reasons of single conditions.
     NOT_COMPLETE = "NotComplete"
-    """The run has not come to its end."""
+    """The run has not ended."""
     NOT_FAILED = "NotFailed"
     """No failure ended the run."""
     NOT_SUSPENDED = "NotSuspended"
     """``suspend`` is not set."""
     ALL_READY = "AllReady"
-    """Every node that was asked for is part of the group."""
+    """Every requested node is part of the group."""
     SOME_READY = "SomeReady"
-    """Enough nodes train; others are on their way."""
+    """Enough nodes train; other nodes are starting."""
     NO_PODS = "NoPods"
     """The run needs no pods now."""
     STEPS_ADVANCE = "StepsAdvance"
@@ -333,7 +338,7 @@ class Reason(StrEnum):
     NO_STEP_YET = "NoStepYet"
     """No step has been reported so far."""
     NO_STEPS = "NoSteps"
-    """No step has been reported for long."""
+    """No step has been reported within the progress timeout."""
     CHECKPOINT_SAVED = "CheckpointSaved"
     """There is a checkpoint."""
     NO_CHECKPOINT_YET = "NoCheckpointYet"

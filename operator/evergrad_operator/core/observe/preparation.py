@@ -1,4 +1,5 @@
-"""The preparation of a run's data, as its pod reports it and as the run's status keeps it. Pure."""
+"""Parses and builds the state of a run's data preparation, from the pod's report and for the run's status.
+Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,15 +12,16 @@ from evergrad_operator.core.objects.status_encoding import pack_mapping, unpack_
 
 _LONGEST_NAME: Final = 128
 DONE: Final = "done"
-"""Word for the work of a preparation that is over."""
+"""Value of ``work`` for a preparation that is complete."""
 
 
 @dataclass(frozen=True)
 class DataPreparation:
-    """The newest pod that was made for it (-1: none so far), and how far it was when last heard.
+    """The newest preparation pod and its last reported progress.
 
-    ``is_recorded``: its end is counted. ``prepared``: hash of what the data were prepared for, empty while
-    they are not. ``work``: scan, tokenize, split, wait or done; the bytes are those of source files.
+    ``attempt``: attempt of the pod; -1 if none was created yet. ``is_recorded``: the pod's end is counted.
+    ``prepared``: hash of the settings for which the data are prepared; empty if they are not prepared.
+    ``work``: scan, tokenize, split, wait or done. ``bytes_done``, ``bytes_total``: bytes of source files.
     """
 
     attempt: int = -1
@@ -42,14 +44,15 @@ class DataPreparation:
 
 @dataclass(frozen=True)
 class PreparationReport:
-    """The answer of the preparing pod of ``attempt``. ``values``: as ``evergrad prepare`` describes them."""
+    """The report of the preparation pod of ``attempt``. ``values``: the values that ``evergrad prepare``
+    reports."""
 
     attempt: int
     values: Mapping[str, Any]
 
 
 def find_report(raw: Mapping[str, Any], *, attempt: int) -> PreparationReport | None:
-    """Return the report in an answer to ``GET /status``; None where no preparation answered."""
+    """Return the report in a response to ``GET /status``; None if it does not come from a preparation."""
     is_preparation = raw.get("phase") == PREPARING
     return (
         PreparationReport(attempt, get_map(raw, "preparation")) if is_preparation else None
@@ -57,9 +60,9 @@ def find_report(raw: Mapping[str, Any], *, attempt: int) -> PreparationReport | 
 
 
 def take_report(known: DataPreparation, values: Mapping[str, Any]) -> DataPreparation:
-    """Return the preparation with what ``values`` say, of a report or a status.
+    """Return the preparation, updated with the ``values`` of a report or a status.
 
-    Numbers and texts are bounded: the port may be another program's.
+    Numbers and texts are limited, because another program may use the port.
     """
     if not values:
         return known
@@ -75,7 +78,7 @@ def take_report(known: DataPreparation, values: Mapping[str, Any]) -> DataPrepar
 
 
 def parse_preparation(shown: Mapping[str, Any], notes: str) -> DataPreparation:
-    """Return the preparation that a status has. ``notes``: what ``pack_preparation`` wrote."""
+    """Return the preparation in a status. ``notes``: the text from ``pack_preparation``."""
     raw = unpack_mapping(notes)
     attempt = get_natural(raw, "attempt", most=MAX_ATTEMPT)
     known = DataPreparation(
@@ -87,7 +90,7 @@ def parse_preparation(shown: Mapping[str, Any], notes: str) -> DataPreparation:
 
 
 def pack_preparation(preparation: DataPreparation) -> str:
-    """Pack the parts that mean nothing to people; empty where there was no preparation."""
+    """Encode the fields that are only for the operator; empty if there was no preparation."""
     if preparation.attempt < 0 and not preparation.prepared:
         return ""
     notes = {
@@ -99,7 +102,7 @@ def pack_preparation(preparation: DataPreparation) -> str:
 
 
 def show_preparation(preparation: DataPreparation) -> dict[str, Any]:
-    """Build the part of the status that people read; empty where nothing has been reported."""
+    """Build the part of the status for users; empty if nothing was reported yet."""
     if not preparation.work:
         return {}
     total = preparation.bytes_total

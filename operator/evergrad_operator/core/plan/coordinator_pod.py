@@ -1,4 +1,4 @@
-"""The pod of a run's coordinator, which alone decides who trains."""
+"""Builds the pod of a run's coordinator, which decides which nodes train."""
 
 from dataclasses import dataclass
 
@@ -32,19 +32,20 @@ from evergrad_operator.core.plan.token import (
 )
 
 _STATE_SIZE = "16Mi"
-"""Bound of the coordinator's only volume, which holds one small file."""
+"""Size limit of the coordinator's state volume, which contains one small file."""
 _MARGIN_SECONDS = 20
-"""Time from the moment when a node leaves by itself until the coordinator waits for it no longer."""
+"""Additional time for which the coordinator waits for a leaving node, after the node's grace period."""
 _LINGER_SECONDS = 10**8
-"""Time that the coordinator stays after the end: the operator reads how the run ended, and deletes it."""
+"""Time for which the coordinator stays after the run's end. The operator reads the outcome and deletes the
+pod."""
 
 
 @dataclass(frozen=True)
 class Epoch:
     """One coordinator pod in the life of a run.
 
-    ``expect``: number of nodes to wait for at the start. ``nothing_runs``: whether no earlier group can be at
-    work, so that none is waited for.
+    ``expect``: number of nodes to wait for at the start. ``nothing_runs``: whether no earlier group can be
+    running, so that the coordinator does not wait for one.
     """
 
     attempt: int
@@ -60,7 +61,7 @@ def build_coordinator_pod(
     *,
     token: str,
 ) -> JsonObject:
-    """Build the pod of one coordinator. ``token``: the run's."""
+    """Build the pod of one coordinator. ``token``: the run's token."""
     template = run.spec.template
     metadata = build_metadata(run, names.coordinator_pod_name(run.name, epoch.attempt))
     labels, annotations = build_coordinator_metadata(run)
@@ -68,16 +69,17 @@ def build_coordinator_pod(
         **build_labels(run, role=names.ROLE_COORDINATOR),
         names.LABEL_ATTEMPT: str(epoch.attempt),
     }
-    # It costs quota of the queue, also while its nodes wait, and is in the queue only where Kueue holds every
-    # pod that is in none. It is never in the nodes' group, which it outlives.
+    # Put the coordinator into the queue only if Kueue holds all pods without a queue, because it uses quota
+    # even while its nodes wait. It is never in the nodes' group, because it outlives the group.
     queue = {}
     if memory.coordinator.is_queued:
         queue = {
             key: run.labels[key] for key in names.PROPAGATED_LABELS if key in run.labels
         }
-    # Ours come last: a template must not take a pod out of its run.
+    # Our labels come last, so that a template cannot detach a pod from its run.
     metadata["labels"] = {**labels, **queue, **ours}
-    # Where the policies of runs let nobody to coordinators, a target there would be down for ever.
+    # Add no scrape annotations if the network policies block access to coordinators. The target would always
+    # be down.
     is_reached = bool(config.metrics_from) or not config.network_policies
     metadata["annotations"] = {
         **build_scrape_annotations(names.STATUS_PORT if is_reached else 0, config),
@@ -85,8 +87,8 @@ def build_coordinator_pod(
         names.ANNOTATION_RESTART: str(memory.restart),
     }
     spec: JsonObject = {
-        # A coordinator that crashes goes on from its state; one whose pod is lost is replaced by one of a
-        # higher epoch.
+        # A coordinator that crashes restarts from its state. If its pod is lost, the operator creates a
+        # coordinator with a higher epoch.
         "restartPolicy": "OnFailure",
         "terminationGracePeriodSeconds": 5,
         "automountServiceAccountToken": False,
@@ -129,7 +131,7 @@ def _build_container(
         *(("--nothing-runs",) if epoch.nothing_runs else ()),
         *("--recovery", run.parsed.recovery),
         *("--max-failures", str(run.spec.failure_policy.max_failures_without_progress)),
-        # The coordinator waits for a leaving node for a little longer than its pod has to leave.
+        # The coordinator waits slightly longer for a leaving node than the node's grace period.
         *build_soft_limit(grace_seconds(run) + _MARGIN_SECONDS),
         *("--linger", str(_LINGER_SECONDS)),
     ]
@@ -153,7 +155,7 @@ def _build_container(
             {"name": "join", "containerPort": names.JOIN_PORT, "protocol": "TCP"},
             {"name": "status", "containerPort": names.STATUS_PORT, "protocol": "TCP"},
         ],
-        # A coordinator that hangs holds up the whole run, so that the kubelet restarts it after a minute.
+        # A coordinator that hangs blocks the whole run, so the kubelet restarts it after one minute.
         "livenessProbe": {
             "httpGet": {"path": "/healthz", "port": "status"},
             "initialDelaySeconds": 10,

@@ -1,4 +1,4 @@
-"""The PodDisruptionBudgets of a run: of its nodes, and of its coordinator."""
+"""Builds the PodDisruptionBudgets of a run's nodes and of its coordinator."""
 
 from evergrad_operator.core.objects import names
 from evergrad_operator.core.observe.spec import ParsedRun
@@ -6,14 +6,14 @@ from evergrad_operator.core.plan.common import JsonObject, build_labels, build_m
 
 
 def build_disruption_budget(run: ParsedRun) -> JsonObject | None:
-    """Build the budget by which evictions leave ``nodes.min`` nodes, or one less where there are no others: a
-    drain is slowed down.
+    """Build the budget that keeps ``nodes.min`` nodes during evictions; one node fewer for a run of fixed
+    size.
 
-    None where that is no limit. ``maxUnavailable`` cannot be used: it asks for a scale subresource of the
-    pods' owner.
+    Returns None if the budget would keep no node. ``maxUnavailable`` cannot be used, because it requires a
+    scale subresource of the pods' owner.
     """
     nodes = run.spec.nodes
-    # A run of fixed size may lose one node at a time, or no host could ever be drained.
+    # Allow a run of fixed size to lose one node at a time. Otherwise no host could ever be drained.
     fewest = nodes.min if nodes.largest > nodes.min else nodes.min - 1
     if fewest < 1:
         return None
@@ -21,11 +21,11 @@ def build_disruption_budget(run: ParsedRun) -> JsonObject | None:
 
 
 def build_coordinator_budget(run: ParsedRun, *, is_needed: bool) -> JsonObject:
-    """Build the coordinator's budget: it is not evicted while a group ends or begins; at any other time a
-    drain goes on.
+    """Build the coordinator's budget, which prevents evictions while a group starts or ends.
 
-    A group that trains, or waits, is taken over by the next coordinator as it is. A budget that never allowed
-    the eviction would hold up a drain, or the upgrade of a cluster, until the run's end.
+    ``is_needed``: whether to prevent evictions now. At other times the next coordinator can take over the
+    group. A budget that never allowed the eviction would block a drain or a cluster upgrade until the run's
+    end.
     """
     return _build(
         run,
@@ -52,7 +52,7 @@ def _build(
             "selector": {
                 "matchLabels": {names.LABEL_RUN: run.name, names.LABEL_ROLE: role}
             },
-            # A pod that does not run yet protects no work: a drain need not wait for it.
+            # A drain need not wait for a pod that does not run yet, because the pod has no work to lose.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         },
     }

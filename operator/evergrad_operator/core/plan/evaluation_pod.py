@@ -1,4 +1,4 @@
-"""The pod that evaluates one checkpoint of a run."""
+"""Builds the pod that evaluates one checkpoint of a run."""
 
 from typing import Final
 
@@ -20,7 +20,7 @@ from evergrad_operator.core.plan.resources import bound_disk
 from evergrad_operator.core.plan.template import build_placement_beside, require_host
 
 _NOT_NEEDED: Final = ("evergrad-config",)
-"""Volumes of a node that it lacks: all that it reads is in the run's directory."""
+"""Volumes of a node that the pod does not need, because it reads only the run's directory."""
 
 
 def build_evaluation_pod(
@@ -50,7 +50,7 @@ def build_evaluation_pod(
     volumes = build_trainer_volumes(run, config, resources, token="")  # it asks nobody
     container["volumeMounts"] = [one for one in mounts if one["name"] not in _NOT_NEEDED]
 
-    # Hosts that failed the nodes may serve it well, so that only those of its own tries are avoided.
+    # Avoid only hosts on which evaluations failed. Hosts on which nodes failed may work for an evaluation.
     hosts = tuple(host for host, _ in memory.evaluation.tries.hosts)
     placement = build_placement_beside(run, given.node_selector, avoided=hosts)
     if wanted.host:
@@ -66,6 +66,6 @@ def build_evaluation_pod(
     )
     pod = build_pod_beside(run, memory, config, beside)
     if wanted.host:
-        # By it a later pass sees that the host is not the nodes' any more.
+        # Record the host, so that a later pass can detect that no node runs on it any more.
         pod["metadata"]["annotations"][names.ANNOTATION_HOST] = wanted.host
     return pod

@@ -1,4 +1,4 @@
-"""The pod that prepares a run's data, before any node is asked for."""
+"""Builds the pod that prepares a run's data before any node is created."""
 
 import math
 from pathlib import PurePosixPath
@@ -30,7 +30,7 @@ def build_preparation_pod(
     *,
     token: str,
 ) -> JsonObject:
-    """Build the pod that prepares the data. ``token``: the run's."""
+    """Build the pod that prepares the data. ``token``: the run's token."""
     given = run.spec.preparation or Preparation()
     resources = bound_disk(
         given.resources,
@@ -38,10 +38,11 @@ def build_preparation_pod(
         config.preparation_ephemeral_storage_limit,
     )
 
-    # The folder is where the nodes will look for prepared data.
+    # Use the folder in which the nodes look for prepared data.
     folder = PurePosixPath(contract.VOLUME_PATH) / run.volume_path
     cpu = given.resources.limits.get("cpu") or given.resources.requests.get("cpu")
-    # A container sees all cores of its host: without a number there would be a helper for each of them.
+    # Set the number of workers. Otherwise there would be one worker per core of the host, which are all
+    # visible in the container.
     workers = []
     if cpu:
         number = max(1, math.ceil(quantity_value(cpu)))
