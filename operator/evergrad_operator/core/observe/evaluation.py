@@ -1,4 +1,5 @@
-"""The evaluation of a run's checkpoints, as its pods report it and as the run's status keeps it. Pure."""
+"""Parses and builds the state of a run's checkpoint evaluation, from reports and for the run's status.
+Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -32,11 +33,13 @@ _MAX_HOSTS: Final = 8
 
 @dataclass(frozen=True)
 class Tries:
-    """Failures of evaluating pods in a row, apart from those of the run's nodes. Times in seconds since 1970.
+    """Consecutive failures of evaluation pods, separate from failures of nodes. Times are in seconds since
+    1970.
 
-    ``failures`` use up a budget, ``short_lives`` and ``faults`` (of ``hosts``, with their number) only pause
-    the next pod. ``seen``: when each of the hosts failed last. ``at``: creation time of the pod that was
-    counted last. No pod is made before ``retry_at``.
+    ``failures``: failures that use up the budget. ``short_lives``, ``faults``: ends that only delay the next
+    pod.
+    ``hosts``: number of faults of each host. ``seen``: time of each host's last fault. ``at``: creation time
+    of the pod that was counted last. ``retry_at``: no pod is created before this time.
     """
 
     failures: int = 0
@@ -48,7 +51,7 @@ class Tries:
     seen: tuple[tuple[str, float], ...] = ()
 
     def begin_anew(self) -> "Tries":
-        """Forget failures, and keep away from the same hosts."""
+        """Return the tries without failures, but with the hosts to avoid."""
         return Tries(hosts=self.hosts, seen=self.seen)
 
 
@@ -56,11 +59,13 @@ class Tries:
 class EvaluationProgress:
     """The state of a run's evaluation.
 
-    ``attempt``: serial of the newest pod (-1: none so far), whatever its step; ``is_recorded``: its end is
-    counted. ``seen``: the checkpoint that was taken up last. ``pending``: steps that wait, ascending.
-    ``failed``: generation of the run at which it was given up, until the next one; 0 for not. ``failure``:
-    the newest one in words. ``step``: the newest checkpoint that was evaluated; ``evaluated``: how many were.
-    ``passed_over``: the newest checkpoint without results, and why. ``state`` and ``message``: as shown.
+    ``attempt``: serial number of the newest pod of any step; -1 if none was created yet. ``is_recorded``: the
+    pod's end is counted. ``seen``: step of the checkpoint that was queued last. ``pending``: steps that wait,
+    ascending.
+    ``failed``: generation of the run at which the evaluation gave up; 0 if it did not. ``failure``: message
+    of the newest failure. ``step``: newest evaluated checkpoint. ``evaluated``: number of evaluated
+    checkpoints.
+    ``passed_over``: newest checkpoint without results, and the reason. ``state``, ``message``: as shown.
     """
 
     attempt: int = -1
@@ -89,9 +94,10 @@ class EvaluationProgress:
 
 
 def take_up(known: EvaluationProgress, checkpoint_step: int | None) -> EvaluationProgress:
-    """Return the evaluation with the newest checkpoint waiting, if it was not taken up before.
+    """Return the evaluation with the newest checkpoint queued, if it was not queued before.
 
-    The oldest beyond the bound are dropped: retention has removed them long before.
+    At most ``MOST_WAITING`` checkpoints wait. The oldest are dropped, because retention has already removed
+    them.
     """
     if checkpoint_step is None or checkpoint_step == known.seen:
         return known
@@ -102,26 +108,26 @@ def take_up(known: EvaluationProgress, checkpoint_step: int | None) -> Evaluatio
 def take_report(known: EvaluationProgress, report: Evaluated) -> EvaluationProgress:
     """Return the evaluation with a pod's report.
 
-    Checkpoints that were published between two answers of the coordinator are known to the volume alone: the
-    report lists what waits there.
+    The report also lists the checkpoints that wait on the volume. Some of them may have been published
+    between two polls of the coordinator.
     """
     pending = sorted({*known.pending, *report.waiting} - {report.step})[-MOST_WAITING:]
     known = replace(known, pending=tuple(pending), tries=known.tries.begin_anew())
     if report.passed_over:
         return replace(known, passed_over=f"step {report.step}: {report.passed_over}")
     known = replace(known, evaluated=known.evaluated + 1)
-    # An older checkpoint that was found later does not hide the newest.
+    # Keep the results of the newest checkpoint if an older checkpoint is evaluated later.
     if known.step is not None and report.step < known.step:
         return known
     return replace(known, step=report.step, results=report.results)
 
 
 def parse_evaluation(shown: Mapping[str, Any], notes: str) -> EvaluationProgress:
-    """Return the evaluation that a status has. ``notes``: what ``pack_evaluation`` wrote."""
+    """Return the evaluation in a status. ``notes``: the text from ``pack_evaluation``."""
     raw = unpack_mapping(notes)
     attempt = get_natural(raw, "attempt", most=MAX_ATTEMPT)
     seen = get_natural(raw, "seen")
-    # Anybody who may patch the status can write these: every list and text is bounded.
+    # Limit every list and text, because any client with access to the status can write them.
     steps = raw.get("pending")
     listed = steps if isinstance(steps, list) else []
     pending = [one for one in listed if to_int(one, most=2**53) is not None and one >= 0]
@@ -161,7 +167,7 @@ def parse_evaluation(shown: Mapping[str, Any], notes: str) -> EvaluationProgress
 
 
 def pack_evaluation(known: EvaluationProgress) -> str:
-    """Pack the parts that mean nothing to people; empty where nothing was taken up."""
+    """Encode the fields that are only for the operator; empty if no checkpoint was queued."""
     if known.attempt < 0 and known.seen < 0 and not known.failed:
         return ""
     tries = known.tries
@@ -180,7 +186,7 @@ def pack_evaluation(known: EvaluationProgress) -> str:
         "failed": known.failed,
         "failure": keep_start(known.failure, _LONGEST_MESSAGE),
     }
-    # Zero and nothing are what is read where a key is missing.
+    # Leave out zeros and empty values, because they are the defaults of missing keys.
     kept = {
         key: value for key, value in notes.items() if value or key in ("attempt", "seen")
     }
@@ -188,7 +194,7 @@ def pack_evaluation(known: EvaluationProgress) -> str:
 
 
 def show_evaluation(known: EvaluationProgress) -> dict[str, Any]:
-    """Build the part of the status that people read; empty where a run asks for no pods and had none."""
+    """Build the part of the status for users; empty if the run has never requested an evaluation."""
     if not known.state:
         return {}
     return {

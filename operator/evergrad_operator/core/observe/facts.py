@@ -1,4 +1,4 @@
-"""Raw runs → the facts about them that are exported as metrics. Pure."""
+"""Extracts the facts about raw runs that are exported as metrics. Pure."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,16 +21,17 @@ from evergrad_operator.core.observe.preparation import parse_preparation
 from evergrad_operator.core.observe.time_accounting import PodTimeAccount, parse_usage
 
 FINISHED_SECONDS: Final = 86400.0
-"""Time, in seconds, for which a run that is over is still exported."""
+"""Time in seconds for which a run is still exported after its end."""
 _REASONS: Final = frozenset(reason.value for reason in Reason)
 NO_NODES: Final[Mapping[str, int]] = MappingProxyType({})
 _OTHER_REASON: Final = "Other"
-"""Any reason that is none of the operator's: label values must be bounded."""
+"""Label value for all reasons that the operator does not define, because the number of label values must be
+limited."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts about one run. Times are epoch seconds, None where it has not happened."""
+    """Facts about one run. Times are in seconds since 1970; None if the event has not happened."""
 
     namespace: str
     name: str
@@ -40,41 +41,41 @@ class RunFacts:
     started_at: float | None
     completed_at: float | None
     progress: float | None
-    """Share of the steps that are done, 0 to 1."""
+    """Share of completed steps, 0 to 1."""
     progressed_at: float | None
     evaluated_step: int | None = None
     """Newest checkpoint that a pod has evaluated."""
     evaluated: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """Its results by set and metric."""
+    """Results of this checkpoint by set and metric."""
     waiting: int | None = None
-    """Checkpoints that wait for a pod; None where the run asks for none."""
+    """Number of checkpoints that wait for a pod; None if the run requests no evaluation."""
     replaced: int = 0
-    """Pods that were replaced, whatever the cause."""
+    """Number of replaced pods, for all causes."""
     nodes: Mapping[str, int] = field(default_factory=dict)
-    """Live pods of its nodes by state: queued, unscheduled, starting or running."""
+    """Number of live pods of nodes by state: queued, unscheduled, starting or running."""
     nodes_max: int | None = None
-    """Most nodes that it may have."""
+    """Maximum number of nodes."""
     work: str = ""
-    """Present work of preparing its data, empty for none."""
+    """Current work of the data preparation; empty if there is none."""
     prepared: float = 0.0
-    """Share of that work that is done, 0 to 1."""
+    """Completed share of this work, 0 to 1."""
     prepared_tokens: int = 0
     usage: PodTimeAccount = field(default_factory=PodTimeAccount)
-    """Time of its pods by use."""
+    """Time of the run's pods by use."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """All labels of the run."""
     kind: Literal["training", "script"] = "training"
-    """The part of its spec that says what it does."""
+    """The kind of run: a typed recipe or a script."""
     waiting_reason: str = ""
-    """Why it waits, where that is its phase."""
+    """Why the run waits; empty in another phase."""
     stalled_reason: str = ""
-    """Why a person has to act; empty where none has, and for a run that is over."""
+    """Why a person has to act; empty if no person is needed, and for a run that is over."""
     uid: str = ""
-    """The run's own, since another one may have its name later."""
+    """The run's uid, because a later run may have the same name."""
 
 
 def count_phases(runs: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Count the runs in each phase, however long they have been over."""
+    """Return the number of runs in each phase, including runs that ended long ago."""
     counts = {phase.value: 0 for phase in Phase}
     for raw in runs:
         phase = find_phase(raw)
@@ -83,7 +84,7 @@ def count_phases(runs: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def count_nodes(pods: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Count the live pods of nodes in each state that has any."""
+    """Return the number of live pods of nodes in each state that occurs."""
     counts: dict[str, int] = {}
     for raw in pods:
         state = find_node_state(raw)
@@ -94,7 +95,7 @@ def count_nodes(pods: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 def find_node_state(raw: Mapping[str, Any]) -> str:
     """Return the state of a live pod of a node; empty for any other pod."""
-    # Read for each event of a pod: parsing it as a pass does would take ten times as long.
+    # Read only these fields, because this runs for each event of a pod. A full parse takes ten times as long.
     metadata, spec = get_map(raw, "metadata"), get_map(raw, "spec")
     phase = get_text(get_map(raw, "status"), "phase")
     is_node = get_map(metadata, "labels").get(LABEL_ROLE) == ROLE_NODE
@@ -113,14 +114,14 @@ def read_runs(
     now: float,
     pods_of: Callable[[Key], Sequence[Mapping[str, Any]]] = lambda key: (),
 ) -> tuple[RunFacts, ...]:
-    """Return the facts of all runs that are not long over. ``now``: epoch seconds."""
+    """Return the facts of all runs that are still exported. ``now``: seconds since 1970."""
     facts = (read_run(key, raw, count_nodes(pods_of(key))) for key, raw in runs.items())
     return tuple(one for one in facts if not is_long_over(one, now))
 
 
 def is_long_over(facts: RunFacts, now: float) -> bool:
-    """Whether a run is not exported any more. ``now``: epoch seconds."""
-    # A thousand finished runs would be ten thousand series for ever.
+    """Return whether a run is no longer exported. ``now``: seconds since 1970."""
+    # Without this limit, 1,000 finished runs would export 10,000 series forever.
     at = facts.completed_at
     return at is not None and now - at >= FINISHED_SECONDS
 
@@ -128,13 +129,13 @@ def is_long_over(facts: RunFacts, now: float) -> bool:
 def read_run(
     key: Key, raw: Mapping[str, Any], nodes: Mapping[str, int] = NO_NODES
 ) -> RunFacts:
-    """Return the facts of one run. ``nodes``: live pods of its nodes by state."""
+    """Return the facts of one run. ``nodes``: number of live pods of its nodes by state."""
     namespace, name = key
     status = get_map(raw, "status")
     phase = find_phase(raw)
     is_over = phase in (Phase.COMPLETE.value, Phase.FAILED.value)
 
-    # A status may be written by anybody who may patch it, so that nothing in it is taken for granted.
+    # Check all values, because any client with access to the status can write them.
     progress = get_map(status, "progress")
     step, total = (get_natural(progress, key) for key in ("step", "totalSteps"))
     share = step / total if step is not None and total else None
@@ -194,5 +195,5 @@ def _bound_reason(holder: Mapping[str, Any]) -> str:
 
 
 def find_phase(raw: Mapping[str, Any]) -> str:
-    """Return the phase that a run's status has."""
+    """Return the phase in a run's status; Pending if there is none."""
     return get_text(get_map(raw, "status"), "phase") or Phase.PENDING.value
