@@ -54,7 +54,7 @@ class ApiError(OperatorError):
 
     @property
     def is_transient(self) -> bool:
-        """Whether the same request may succeed a moment later."""
+        """Whether the same request may succeed in a retry."""
         return self.status in (0, 429, 500, 502, 503, 504)
 
 
@@ -77,4 +77,4 @@ class SettingsError(OperatorError):
 
 
 class ProgressError(OperatorError):
-    """The answer on a coordinator's status port is not that of a coordinator of this run."""
+    """The response from a coordinator's status port does not come from a coordinator of this run."""

@@ -25,7 +25,7 @@ _DOCKER_HUB: Final = "docker.io"
 
 
 def pin_image(image: str, image_id: str) -> str:
-    """Return the reference by digest to just the image of ``image_id``; empty where none can be pulled."""
+    """Return the reference by digest to the image of ``image_id``; empty if it cannot be pulled by digest."""
     repository, _, digest = _SCHEME.sub("", image_id).partition("@")
     if "@" in image or not _DIGEST.fullmatch(digest):
         return ""
@@ -48,7 +48,7 @@ def pin_image(image: str, image_id: str) -> str:
 
 
 def is_same_image(one: str, other: str) -> bool:
-    """Whether two image IDs may be of one image. IDs of two kinds cannot be compared and pass."""
+    """Return whether two image IDs may refer to the same image. IDs of different kinds count as the same."""
     kind, digest = _parse_id(one)
     other_kind, other_digest = _parse_id(other)
     if not digest or not other_digest or kind != other_kind:

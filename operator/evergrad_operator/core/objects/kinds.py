@@ -21,7 +21,7 @@ class Kind:
     plural: str
 
     def path(self, namespace: str | None, name: str = "", subresource: str = "") -> str:
-        """Return the URL's path, of the whole cluster where no namespace is given."""
+        """Return the URL's path; of the whole cluster if ``namespace`` is None."""
         parts = ["api" if "/" not in self.version else "apis", self.version]
         parts += ["namespaces", quote(namespace, safe="")] if namespace else []
         parts += [part for part in (self.plural, quote(name, safe=""), subresource) if part]
@@ -52,7 +52,7 @@ EARLY_WEBHOOK: Final = Kind(
     "mutatingwebhookconfigurations",
 )
 READINESS: Final = Kind("Readiness", "", "readyz")
-"""The API server's own readiness, which is no object."""
+"""Readiness endpoint of the API server, which is not an object."""
 API_RESOURCES: Final = "APIResourceList"
 """The kind of an answer of discovery, which lists the kinds of an API group."""
 POD_GROUP: Final = "PodGroup"
@@ -90,7 +90,7 @@ KINDS: Final = {
 def kind_of(body: Raw) -> Kind:
     """Return the kind of a whole object; two API groups have a PodGroup.
 
-    Raises OperatorError for a kind that the operator does not make.
+    Raises OperatorError if the operator does not create objects of this kind.
     """
     known = KINDS.get(body["kind"])
     if known is not None:

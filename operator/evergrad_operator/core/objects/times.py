@@ -1,25 +1,26 @@
-"""Kubernetes' times, RFC 3339 in UTC, ↔ seconds since 1970. Pure: the clock is always an argument."""
+"""Converts Kubernetes times (RFC 3339 in UTC) to and from seconds since 1970. Pure: the clock is an
+argument."""
 
 from datetime import UTC, datetime
 from typing import Any, Final
 
 LATEST: Final = 253402300799
-"""The last second that a time of Kubernetes can name, of the year 9999."""
+"""The last second of the year 9999, which is the latest valid time."""
 _EARLIEST: Final = -62135596800
 
 
 def parse_time(value: Any) -> float | None:
-    """Return seconds since 1970; None for a value that is no time of the years 1 to 9999, in UTC."""
+    """Return seconds since 1970; None if the value is not a valid time in the years 1 to 9999 in UTC."""
     if not isinstance(value, str):
         return None
     try:
         parsed = datetime.fromisoformat(value)
     except (ValueError, OverflowError):
         return None
-    # Read in the local zone, a time without one would depend on where the operator runs.
+    # Read a time without a zone as UTC. Otherwise the result would depend on the operator's local time zone.
     if parsed.tzinfo is None:
         parsed = parsed.replace(tzinfo=UTC)
-    # A zone can lead out of these years: such a time could not be written again.
+    # With a zone, the time may be outside these years in UTC. Such a time could not be formatted again.
     seconds = parsed.timestamp()
     return seconds if _EARLIEST <= seconds < LATEST + 1 else None
 
@@ -27,7 +28,7 @@ def parse_time(value: Any) -> float | None:
 def format_time(seconds: float) -> str:
     """Return the time in whole seconds, as Kubernetes writes it."""
     moment = datetime.fromtimestamp(int(seconds), UTC)
-    # Unlike strftime, with four digits of the year.
+    # Use isoformat, because strftime may write a year with fewer than four digits.
     return moment.isoformat().replace("+00:00", "Z")
 
 

@@ -1,4 +1,4 @@
-"""Compares an edited run with the manifest that its pods were given. Pure."""
+"""Compares an edited run with the manifest that its pods use. Pure."""
 
 import json
 
@@ -13,7 +13,7 @@ from evergrad_operator.core.plan.config_map import build_manifest
 def is_edited(observation: Observation) -> bool:
     """Return whether a typed run that has begun was edited since its last status.
 
-    Only then is the manifest that its pods have worth a request.
+    Only such a run needs a request for the manifest in its ConfigMap.
     """
     run, memory = observation.run, observation.status
     return (
@@ -28,13 +28,13 @@ def is_edited(observation: Observation) -> bool:
 
 
 def compare_settings(applied: str, run: ParsedRun) -> AppliedSettings | None:
-    """Compare the manifest in the run's ConfigMap with the one that the run asks for now.
+    """Compare the manifest in the run's ConfigMap with the run's current manifest.
 
-    None where today's models cannot read the former as a typed run: an older version wrote it, or another
-    writer.
+    Returns None if the manifest in the ConfigMap cannot be read as a typed run, for example because an older
+    version or another client wrote it.
     """
     try:
-        # Both may be in an earlier version's spelling, which is read here as it is when a run is parsed.
+        # Convert both to the current spelling, as in parse_run.
         texts = (applied, build_manifest(run))
         manifests = [with_plain_numbers(json.loads(text))[0] for text in texts]
         before, after = (read_object(one) for one in manifests)
@@ -46,7 +46,7 @@ def compare_settings(applied: str, run: ParsedRun) -> AppliedSettings | None:
                 for path, old, new in changes
             ),
         )
-    # The text may be any JSON, such as a number or a script's manifest. Unknown is not "unchanged": the
-    # policies then have all pods leave and come again.
+    # The text may be any JSON, such as a number or a script's manifest. Return None and not "unchanged", so
+    # that the policies restart all pods.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

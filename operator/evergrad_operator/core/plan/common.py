@@ -1,4 +1,4 @@
-"""The common parts of all children: metadata, owner, security and the hash of what was applied."""
+"""Builds the common parts of all children: metadata, owner, security and the hash of the applied object."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +34,7 @@ def build_metadata(run: ParsedRun, name: str, *, is_owned: bool = True) -> JsonO
             "name": run.name,
             "uid": run.uid,
         }
-        # The garbage collector deletes an owned child with its run, also where no operator is left.
+        # The garbage collector deletes an owned child with its run, even if no operator is installed.
         metadata["ownerReferences"] = [
             {**owner, "controller": True, "blockOwnerDeletion": True}
         ]
@@ -42,7 +42,8 @@ def build_metadata(run: ParsedRun, name: str, *, is_owned: bool = True) -> JsonO
 
 
 def pass_labels(child: JsonObject, run: ParsedRun, config: Config) -> JsonObject:
-    """Return the object with the labels of the run that the installation passes on; its own win."""
+    """Return the object with the run's labels that the installation propagates. Its own labels take
+    precedence."""
     passed = {key: run.labels[key] for key in config.propagated_labels if key in run.labels}
     if not passed:
         return child
@@ -52,7 +53,8 @@ def pass_labels(child: JsonObject, run: ParsedRun, config: Config) -> JsonObject
 
 
 def with_hash(child: JsonObject) -> JsonObject:
-    """Return the object with the hash of its intent, by which a later pass sees that nothing differs."""
+    """Return the object with the hash of its content, so that a later pass can detect that nothing has
+    changed."""
     metadata = child["metadata"]
     annotations = {
         **metadata.get("annotations", {}),
@@ -65,8 +67,10 @@ def with_hash(child: JsonObject) -> JsonObject:
 
 
 def build_scrape_annotations(port: int, config: Config) -> dict[str, str]:
-    """Build the annotations by which a Prometheus without Prometheus Operator finds a pod's metrics; none
-    where the installation does not ask for them, or ``port`` is 0."""
+    """Build the annotations with which a Prometheus without Prometheus Operator finds a pod's metrics.
+
+    Returns no annotations if the installation does not enable them or ``port`` is 0.
+    """
     if not (config.scrape_annotations and port):
         return {}
     return {
@@ -77,7 +81,7 @@ def build_scrape_annotations(port: int, config: Config) -> dict[str, str]:
 
 
 def build_pod_security(config: Config) -> JsonObject:
-    """Build a pod's security context, as Pod Security's level *restricted* asks for."""
+    """Build a pod's security context for the Pod Security level *restricted*."""
     return {
         "runAsNonRoot": True,
         "runAsUser": config.user_id,
@@ -89,10 +93,9 @@ def build_pod_security(config: Config) -> JsonObject:
 
 
 def build_container_security(*, locks_memory: bool = False) -> JsonObject:
-    """Build a container's security context, as level *restricted* asks for, with nothing to write on but its
-    volumes.
+    """Build a container's security context for the level *restricted*, with a read-only root file system.
 
-    ``locks_memory``: with the capability that RDMA devices need, which only level *privileged* admits.
+    ``locks_memory``: add the capability that RDMA devices need, which only the level *privileged* allows.
     """
     added = {"add": ["IPC_LOCK"]} if locks_memory else {}
     return {
@@ -105,8 +108,11 @@ def build_container_security(*, locks_memory: bool = False) -> JsonObject:
 def build_tolerations(
     given: tuple[Mapping[str, Any], ...], seconds: int
 ) -> list[Mapping[str, Any]]:
-    """Return the given tolerations, and ours for nodes that went silent, unless these are among them."""
-    # Kubernetes itself would add 300 s for both: a node that fell silent would hold its place for five
+    """Return the given tolerations, with our tolerations for unreachable hosts added if they are missing.
+
+    ``seconds``: time for which a pod stays on an unreachable host.
+    """
+    # Kubernetes itself would add tolerations of 300 s, so a pod on an unreachable host would stay for five
     # minutes.
     tolerations = list(given)
     for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
@@ -145,7 +151,7 @@ def escape(text: str) -> str:
 
 
 def without_none(value: JsonObject) -> JsonObject:
-    """Return the object without keys that are None or empty, on the first level."""
+    """Return the object without top-level keys whose values are None or empty."""
     return {
         key: item
         for key, item in value.items()

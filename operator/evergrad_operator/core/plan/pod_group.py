@@ -1,4 +1,4 @@
-"""The PodGroup of a run, by which a gang scheduler places its nodes together or not at all."""
+"""Builds the PodGroup of a run, with which a gang scheduler places its nodes together or not at all."""
 
 from typing import Any, Final
 
@@ -9,26 +9,27 @@ from evergrad_operator.core.plan.common import JsonObject, build_metadata
 
 COSCHEDULING: Final = "coscheduling"
 _FIXED: Final = "scheduling.k8s.io/v1alpha2"
-"""The version whose groups cannot change: Kubernetes 1.36."""
+"""API version whose PodGroups cannot change (Kubernetes 1.36)."""
 
 
 def build_pod_group(
     run: ParsedRun, kind: Kind, *, priority_class: str, restart: int
 ) -> JsonObject:
-    """Build the group. All nodes of the run are in it, and ``nodes.min`` of them have to find a host at once;
-    those above the minimum then come one by one.
+    """Build the PodGroup of all nodes of the run.
 
-    ``priority_class``: of the nodes' pods, empty for none. ``restart``: of the run, when the group was made.
+    ``nodes.min`` nodes must find hosts at the same time; further nodes are placed one by one.
+    ``priority_class``: priority class of the nodes' pods; empty for none. ``restart``: restart of the run at
+    which the group is created.
     """
     least = run.spec.nodes.min
-    # The name of the run, as pods have had it in their label where the group was the user's.
+    # Use the run's name, which pods also have in their label if the user created the group.
     metadata = build_metadata(run, run.name)
     spec: dict[str, Any] = {"minMember": least}
     if is_of_kubernetes(kind):
         spec = {"schedulingPolicy": {"gang": {"minCount": least}}}
         metadata["annotations"] = {names.ANNOTATION_RESTART: str(restart)}
         if priority_class:
-            # Kubernetes' scheduler places no pod whose priority is not its group's.
+            # The Kubernetes scheduler places a pod only if its priority equals the priority of its group.
             spec["priorityClassName"] = priority_class
             metadata["annotations"][names.ANNOTATION_GROUP_PRIORITY] = priority_class
     return {
@@ -40,10 +41,10 @@ def build_pod_group(
 
 
 def is_of_kubernetes(kind: Kind) -> bool:
-    """Whether this is Kubernetes' own PodGroup."""
+    """Return whether this is the PodGroup kind of Kubernetes and not of scheduler-plugins."""
     return kind not in POD_GROUPS[COSCHEDULING]
 
 
 def is_fixed(kind: Kind) -> bool:
-    """Whether a group of this version keeps the minimum that it was made with."""
+    """Return whether the minimum of a PodGroup of this version cannot change."""
     return kind.version == _FIXED
