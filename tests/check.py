@@ -2,7 +2,7 @@
 
 What has changed is the working tree compared with the last commit, or the last commit if the tree is clean.
 ``python tests/check.py --since main`` compares with another commit. Tests that import a changed module are
-run, for at most ``--seconds``; ``make test`` runs all of them.
+run, for at most ``--seconds``; ``make test`` runs all tests.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _PROSE_FILES: Final = {".md", ".py", ".yaml", ".tpl", ".toml"}
 
 
 def list_changed(since: str | None) -> tuple[str, list[str]]:
-    """The commit to compare with, and the files that differ from it and still exist, untracked ones too."""
+    """Return the commit to compare with, and the existing files that differ from it or are untracked."""
     untracked = _git("ls-files", "--others", "--exclude-standard")
     if since is None:
         since = "HEAD" if _git("diff", "--name-only", "HEAD") or untracked else "HEAD~1"
@@ -38,7 +38,7 @@ def list_changed(since: str | None) -> tuple[str, list[str]]:
 
 
 def choose_tests(changed: Sequence[str]) -> list[str]:
-    """Unit tests that have changed themselves, or that import a module that has."""
+    """Return the unit tests that have changed or that import a changed module."""
     modules = {module for file in changed if (module := _name_module(file))}
     chosen = {
         file
@@ -61,7 +61,7 @@ def choose_tests(changed: Sequence[str]) -> list[str]:
 
 
 def find_prose(lines: Sequence[tuple[str, int, str]]) -> list[str]:
-    """Warnings for added lines with words of the old dialect, each with what to write instead."""
+    """Return a warning for each added line with a word of the old dialect, with the suggested replacement."""
     return [
         f"{file}:{number}: {found[0]!r}: write {instead}"
         for file, number, text in lines
@@ -71,7 +71,7 @@ def find_prose(lines: Sequence[tuple[str, int, str]]) -> list[str]:
 
 
 def added_lines(since: str) -> list[tuple[str, int, str]]:
-    """Lines of texts that are not in the other commit: file, number, text."""
+    """Return the added lines of text files since the commit ``since``, as (file, line number, text)."""
     found, file, number = [], "", 0
     for line in _git("diff", "--unified=0", "--no-color", since):
         if line.startswith("+++ "):
@@ -86,7 +86,7 @@ def added_lines(since: str) -> list[tuple[str, int, str]]:
 
 
 def main() -> int:
-    """Run the checks, and return 1 if one fails. Prose is a warning and never fails."""
+    """Run the checks, and return 1 if one fails. Prose warnings never fail."""
     parser = argparse.ArgumentParser(
         prog="make check", description=__doc__.partition("\n")[0]
     )
@@ -100,7 +100,7 @@ def main() -> int:
     if sources:
         results["style"] = _run("ruff", "check", *sources)
         results["format"] = _run("ruff", "format", "--check", *sources)
-        # The daemon keeps what it knows between two calls: the first takes minutes, the others seconds.
+        # The mypy daemon keeps its state between calls: the first call takes minutes, later calls seconds.
         results["types"] = _run("dmypy", "run", "--timeout", "7200")
     if tests := choose_tests(changed):
         print(f"tests of {len(tests)} files, for at most {options.seconds:g} s", flush=True)
@@ -126,7 +126,7 @@ def main() -> int:
 
 
 def _name_module(file: str) -> str:
-    # Each package lies in a folder of its distribution, such as operator/evergrad_operator.
+    # Each package is in the folder of its distribution, for example operator/evergrad_operator.
     _, _, inner = file.partition("/")
     if re.fullmatch(r"evergrad\w*/.*\.py", inner) is None:
         return ""

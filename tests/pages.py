@@ -1,4 +1,4 @@
-"""Pages of the repository as a reader plays them: their blocks of commands, and a shell that runs these."""
+"""Reads the command blocks of the repository's pages, and runs them in a shell as a reader would."""
 
 import os
 import re
@@ -9,17 +9,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 1800
-"""Longest time that the commands of a page may take."""
+"""Time limit for the commands of a page, in seconds."""
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def read_blocks(page: str) -> list[str]:
-    """All blocks of commands of a page, as they are written."""
+    """Return all command blocks of a page, unchanged."""
     return BLOCK.findall((ROOT / page).read_text("utf-8"))
 
 
 def read_commands(page: str, heading: str = "") -> list[str]:
-    """The commands of the first block behind ``heading``, each in one line and without its comment."""
+    """Return the commands of the first block after ``heading``, each on one line and without its comment."""
     text = (ROOT / page).read_text("utf-8")
     found = BLOCK.search(text, text.index(heading))
     assert found is not None, f"{page}: no commands behind {heading!r}"
@@ -28,7 +28,7 @@ def read_commands(page: str, heading: str = "") -> list[str]:
 
 
 def make_environment(**variables: str) -> dict[str, str]:
-    """The environment of a shell in which the one of the tests is activated, with ``variables``."""
+    """Return the environment of a shell with the tests' virtual environment activated, plus ``variables``."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **variables}
 

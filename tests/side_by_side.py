@@ -1,10 +1,10 @@
-"""Runs two commands at once: the tests on a cluster, which mostly wait, and behind them those of units and
-processes, which mostly compute.
+"""Runs two commands at the same time: the cluster tests in front, which mostly wait, and the unit and process
+tests behind them, which mostly compute.
 
-``python tests/side_by_side.py --front 'make test-e2e' --behind 'python -m pytest tests/unit'``: what the
-front says is shown as it comes; the other's words follow once the front has ended, and until then one line a
-minute says how far it is. Fails if either fails. Ctrl-C, SIGTERM and SIGHUP end both, each with its own
-clean-up.
+``python tests/side_by_side.py --front 'make test-e2e' --behind 'python -m pytest tests/unit'``: the
+output of the front command is shown immediately. The output of the command behind is shown after the front
+command has ended; until then, one line a minute shows its progress. The exit code is 1 if either command
+fails. Ctrl-C, SIGTERM and SIGHUP end both commands, and each command runs its own clean-up.
 """
 
 import argparse
@@ -23,15 +23,15 @@ from typing import BinaryIO
 
 _SECONDS_BETWEEN_LINES = 60.0
 _FAILED = "FAILED "
-"""What a line begins with that pytest, and tests/conftest.py, write for a test that has failed."""
+"""Prefix of the line that pytest and tests/conftest.py print for a failed test."""
 _SECONDS_TO_CLEAN_UP = 120.0
-"""Time for fixtures to take down what they started, such as a cluster."""
+"""Time for fixtures to stop the processes that they started, such as a cluster."""
 _NICENESS = 5
-"""Niceness of the command behind: the cluster's nodes, whose tests have time limits, are served first."""
+"""Niceness of the command behind. The cluster tests have time limits, so their nodes get the CPU first."""
 
 
 def run(front: Sequence[str], behind: Sequence[str]) -> int:
-    """Run both to their ends; returns 0 if both succeed, else 1."""
+    """Run both commands until they end, and return 0 if both succeed, else 1."""
     with (
         tempfile.TemporaryFile() as words,
         open(f"/proc/self/fd/{words.fileno()}", "rb") as said,
@@ -46,7 +46,7 @@ def run(front: Sequence[str], behind: Sequence[str]) -> int:
                 time.sleep(0.5)
         finally:
             _end(processes)
-            # Also after an interrupt: what has failed until then may be why there was one.
+            # Show the output after an interrupt too: a failed test may be the reason for the interrupt.
             _show(said)
     for name, process in (("front", first), ("behind", second)):
         if process.returncode != 0:
@@ -57,7 +57,8 @@ def run(front: Sequence[str], behind: Sequence[str]) -> int:
 def _start(
     command: Sequence[str], *, output: int | None = None
 ) -> "subprocess.Popen[bytes]":
-    # A process group of its own: a signal reaches all of it, and a Ctrl-C reaches it through us alone.
+    # Use a new process group, so that a signal reaches all its processes, and so that only this process
+    # forwards Ctrl-C.
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -70,7 +71,7 @@ def _start(
 def _wait(
     first: "subprocess.Popen[bytes]", second: "subprocess.Popen[bytes]", words: int
 ) -> None:
-    """Until the front has ended; says once a minute how far the other is, and which tests of it have failed."""
+    """Wait until the front command ends. Each minute, print the progress and failures of the other command."""
     begin = 0
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -89,14 +90,14 @@ def _wait(
 
 
 def _show(said: BinaryIO) -> None:
-    """Print what the command behind has said since the last call."""
+    """Print the output of the command behind since the last call."""
     while part := said.read(1 << 16):
         sys.stdout.buffer.write(part)
     sys.stdout.buffer.flush()
 
 
 def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """Interrupt the commands that still run, all at once, and kill those that this does not end."""
+    """Interrupt all running commands, then kill each command that has not ended after the clean-up time."""
     running = [one for one in processes if one.poll() is None]
     for process in running:
         with contextlib.suppress(ProcessLookupError):
@@ -122,10 +123,10 @@ def main() -> int:
     parser.add_argument("--behind", required=True, type=shlex.split)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, _raise)
-    # Also where it is ignored, as a shell has it for what runs in the background: the commands would ignore it
-    # as well, and could not be told to clean up.
+    # A shell ignores SIGINT for background jobs, and child processes inherit this. Install the handler
+    # anyway; otherwise the commands would ignore SIGINT and could not clean up.
     signal.signal(signal.SIGINT, _raise)
-    # A terminal that is closed says so to this process group alone. Under nohup that stays ignored.
+    # A closed terminal sends SIGHUP to this process group only. Keep ignoring SIGHUP under nohup.
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _raise)
     try:

@@ -1,5 +1,5 @@
-"""Runs on a cluster: apply a TrainingRun, watch it, look into its volume, compare it with an undisturbed
-local run."""
+"""Helpers for runs on a cluster: apply a TrainingRun, watch it, read its volume, and compare it with an
+undisturbed local run."""
 
 import contextlib
 import copy
@@ -21,8 +21,7 @@ from bed.api import ApiError
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples/quickstart"
-"""Longest wait for anything that should happen at once, in seconds; machines are shared, and some
-are slow."""
+"""Folder of the quickstart example."""
 GROUP = "evergrad.dev"
 RESOURCE = f"trainingruns.{GROUP}"
 _STARTS = {
@@ -34,11 +33,11 @@ _WITHOUT_NAMESPACE = ("persistentvolumes",)
 Rows = dict[int, dict[str, Any]]
 
 ENDLESS = 100_000
-"""Steps of a run that must not be complete before its test has seen what it waits for, however quick the
-machine is."""
+"""Number of steps of a run that must not complete before its test has observed the expected event, even on a
+fast machine."""
 CHECKPOINT_INTERVAL = 50
 WARMUP_STEPS = 25
-"""Steps, not a share: a run and its reference train alike whatever their horizons are."""
+"""Number of warm-up steps. It does not depend on the horizon, so a run and its reference train alike."""
 MODEL = {
     "model_type": "llama",
     "hidden_size": 64,

@@ -1,6 +1,6 @@
-"""A small stand-in for an API server: versions, uids, generations, status apart, server-side apply, label
-selectors, watches.
+"""A small in-memory API server: resource versions, UIDs, generations, the status subresource, server-side
+apply, label selectors and watches.
 
-``store`` holds the objects, ``cluster`` is what reconciling talks to, ``server`` speaks HTTP. Faults are
-planned by the test.
+``store`` holds the objects, ``cluster`` is the client of the reconciler, ``server`` serves HTTP. Tests plan
+the faults.
 """

@@ -1,4 +1,4 @@
-"""What reconciling needs of an API server, from a Store, without HTTP."""
+"""The API client that the reconciler needs, backed by a Store instead of HTTP."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,13 +9,13 @@ from fake_kubernetes.store import RefusedError, Store
 
 
 class FakeCluster:
-    """The Cluster and the Poster of ``evergrad_operator``."""
+    """Implements the protocols Cluster and Poster of ``evergrad_operator``."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.reads: list[tuple[str, str]] = []
         self.served: set[str] = set()
-        """API versions beside those that every cluster has."""
+        """Optional API versions that this cluster serves in addition to the built-in versions."""
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Mapping[str, Any] | None:
         self.reads.append(("get", kind.plural))

@@ -1,6 +1,7 @@
-"""The part of Kueue that a run's pods meet: gates, finalizers and groups of a fixed size, counted in pods.
+"""A fake of the parts of Kueue that affect a run's pods: gates, finalizers and pod groups of a fixed size.
 
-As its integration of plain pods does it in v0.19. ``work`` is one pass of its controllers.
+It behaves like the plain-pod integration of Kueue v0.19. Quota is counted in pods. ``work`` is one pass of
+its controllers.
 """
 
 from dataclasses import dataclass, field
@@ -19,23 +20,23 @@ QUEUE, GROUP, FINALIZER = (
 
 @dataclass
 class Kueue:
-    """``quota``: node pods that it admits at a time. ``manages_all``: also pods that name no queue."""
+    """``quota``: maximum number of admitted pods. ``manages_all``: also manage pods without a queue name."""
 
     simulation: Simulation
     quota: int
     manages_all: bool = False
     admitted: dict[str, int] = field(default_factory=dict)
-    """Workload → pods that hold quota, in the order of their admission."""
+    """Workload → number of pods that hold quota, in the order of admission."""
     finished: set[str] = field(default_factory=set)
     excess: list[str] = field(default_factory=list)
-    """Pods that were deleted because their group had all its pods."""
+    """Pods that were deleted because their group was already complete."""
 
     def __post_init__(self) -> None:
         self.simulation.store.mutate = self._gate
 
     @property
     def used(self) -> int:
-        """Quota that is held."""
+        """Quota in use, in pods."""
         return sum(self.admitted.values())
 
     def _gate(self, plural: str, raw: Raw) -> None:
@@ -53,7 +54,7 @@ class Kueue:
         raw["status"] = {"phase": "Pending", "conditions": [gated]}
 
     def work(self) -> None:
-        """Admit what has room, end what is over, delete what is too much."""
+        """Admit the workloads that fit in the quota, finish completed workloads, and delete excess pods."""
         groups: dict[str, list[Raw]] = {}
         for raw in self.simulation.store.list("pods"):
             labels = raw["metadata"].get("labels") or {}
@@ -107,7 +108,7 @@ class Kueue:
             self._ungate(raw)
 
     def preempt(self, workload: str) -> None:
-        """Another workload gets its quota."""
+        """Evict a workload, as Kueue does for a workload of higher priority."""
         del self.admitted[workload]
         for raw in self.simulation.store.list("pods"):
             name = raw["metadata"]["name"]

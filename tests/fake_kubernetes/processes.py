@@ -1,4 +1,4 @@
-"""Operators as processes, and an API server of the test's own in a thread beside them."""
+"""Runs operators as processes, and a fake API server in a thread of the test process."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ SPEC = {"nodes": {"min": 1, "max": 2}, "training": TRAINING}
 
 
 class ServerThread:
-    """A FakeServer whose event loop runs in a thread; ``do`` runs a function there."""
+    """Runs a FakeServer's event loop in a thread. ``do`` runs a function in that thread."""
 
     def __init__(self) -> None:
         self.server = FakeServer(Store())
@@ -48,11 +48,11 @@ class ServerThread:
         self.loop.close()
 
     def go_away(self) -> None:
-        """Answer nothing until ``come_back``: connections are refused."""
+        """Refuse connections until ``come_back``."""
         asyncio.run_coroutine_threadsafe(self.server.close(), self.loop).result(100)
 
     def come_back(self) -> None:
-        """Serve again, at the same address."""
+        """Serve again at the same address."""
         port = int(self.server.url.rpartition(":")[2])
         asyncio.run_coroutine_threadsafe(self.server.listen(port), self.loop).result(100)
 
@@ -64,7 +64,7 @@ class ServerThread:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def do(self, act: Callable[[Store], T]) -> T:
-        """Run ``act`` with the store, in the server's thread."""
+        """Run ``act`` with the store in the server's thread, and return its result."""
         done: Future[T] = Future()
 
         def run() -> None:

@@ -1,5 +1,4 @@
-"""One operator's core over a Store: what the API server, the kubelets and the coordinators do is done by the
-test."""
+"""Simulates one operator's reconciler on a Store. The test acts as the kubelets and the coordinators."""
 
 import asyncio
 import contextlib
@@ -44,12 +43,14 @@ KEY_OF_TOKENS = b"k" * 32
 
 
 class Crash(BaseException):
-    """The operator is killed here."""
+    """Raised at the point where the operator process is killed."""
 
 
 class FakeCoordinators(Coordinators):
-    """Answers are set by the test: those that are known, and those that asking anew would bring; bounds are
-    kept."""
+    """Returns the answers that the test sets, and records posted bounds.
+
+    ``answers`` are the answers that the operator already has; ``unheard`` replaces them at the next ``ask``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ class FakeCoordinators(Coordinators):
 
 
 class Simulation:
-    """A cluster with one operator, which can be killed and started again."""
+    """A cluster with one operator that the test can kill and start again."""
 
     def __init__(self, *, config: Config = CONFIG) -> None:
         self.now = 1_800_000_000.0
@@ -107,13 +108,12 @@ class Simulation:
         self.config = config
         self.coordinators = FakeCoordinators()
         self.is_watch_late = False
-        """Whether a watch shows a change only at ``deliver``, not before the write that caused it is
-        answered."""
+        """Whether watches deliver changes only at ``deliver``, instead of before the write returns."""
         self.shown_later: list[tuple[str, str, Any]] = []
         self.start_operator()
 
     def start_operator(self) -> None:
-        """A new process: nothing is remembered, everything is listed."""
+        """Start a new operator process with an empty memory. It lists all objects."""
         self.cache, self.metrics = InformerCache(clock=lambda: self.now), OperatorMetrics()
         self.shown_later.clear()
         answers, self.coordinators = self.coordinators.answers, FakeCoordinators()
@@ -154,13 +154,13 @@ class Simulation:
         )
 
     def deliver(self) -> None:
-        """The watches show what has happened since they became late."""
+        """Deliver the delayed watch events."""
         waiting, self.shown_later[:] = list(self.shown_later), []
         for change in waiting:
             self._show(*change)
 
     def resync(self) -> None:
-        """What a new LIST of everything tells the operator."""
+        """Replace the operator's cache with the result of a new LIST of every resource."""
         children = [*self.store.list("configmaps"), *self.store.list("services")]
         lists = {RESOURCES[plural]: self.store.list(plural) for plural in WATCHED} | {
             CHILDREN: children
@@ -171,16 +171,17 @@ class Simulation:
             )
 
     def reconcile(self, key: Key = KEY) -> float | None:
-        """Once; what it has done is shown at its end, if the watch is late."""
+        """Reconcile once. If watches are late, deliver the changes at the end of the pass."""
         try:
             return asyncio.run(self.reconciler.reconcile(key))
         finally:
             self.deliver()
 
     def settle(self, key: Key = KEY, *, most: int = 20) -> float | None:
-        """Until nothing more is written.
+        """Reconcile until a pass writes nothing.
 
-        Fails if that does not come. What is refused is tried again for a few seconds.
+        If a write is refused, time advances by the delay until its retry (if the delay is less than 5 s).
+        Raises AssertionError after ``most`` passes.
         """
         delay: float | None = None
         for _ in range(most):
@@ -196,7 +197,7 @@ class Simulation:
         raise AssertionError(f"no end of writes: {self.store.writes[-10:]}")
 
     def refused(self, key: Key = KEY) -> list[tuple[str, str, str]]:
-        """What the API server has refused the operator, and not granted since: verb, name, reason."""
+        """Return the writes that are refused and not accepted since, as (verb, name, reason)."""
         memory = self.reconciler._hints.get(key)
         failures = memory.applied.refusals.failures() if memory is not None else ()
         return [(failure.verb, failure.name, failure.reason) for failure in failures]
@@ -214,7 +215,7 @@ class Simulation:
             self.store.create("trainingruns", body)
 
     def start_pods(self) -> None:
-        """Kubelets run whatever is pending, and a provisioner binds the claims."""
+        """Start all pending pods as kubelets do, and bind all claims as a provisioner does."""
         for number, raw in enumerate(self.store.list("pods")):
             is_held = raw["spec"].get("schedulingGates") or raw["metadata"].get(
                 "deletionTimestamp"
@@ -246,7 +247,7 @@ class Simulation:
                 )
 
     def end_pod(self, name: str, exit_code: int = 0, **terminated: Any) -> None:
-        """A container ends for good."""
+        """End a pod's container, so that the pod is Succeeded or Failed."""
         raw = self.store.get("pods", "ns", name)
         ended = {
             "exitCode": exit_code,
@@ -264,7 +265,7 @@ class Simulation:
         self.store.change("pods", "ns", name, {"status": status})
 
     def reap(self) -> None:
-        """Kubelets end and remove what is being deleted; one with a finalizer is ended, and stays."""
+        """End and remove the pods that are being deleted. A pod with a finalizer ends but stays."""
         for raw in self.store.list("pods"):
             name, metadata = raw["metadata"]["name"], raw["metadata"]
             if not metadata.get("deletionTimestamp"):
@@ -274,7 +275,7 @@ class Simulation:
             self.store.remove("pods", "ns", name)
 
     def train(self, step: int = 1, **more: Any) -> None:
-        """What the coordinator says."""
+        """Set the coordinator's answer to a running group at ``step``."""
         nodes = {"min": 1, "max": 2, "ready": 2, "connected": 2, "members": []}
         answer = {
             "phase": "Running",
@@ -295,13 +296,13 @@ class Simulation:
         self.coordinators.answers[KEY] = {**answer, "updatedSecondsAgo": 0.1, **more}
 
     def fall_silent(self, *, is_host_dead: bool = False) -> None:
-        """The coordinator answers no more; what it said last is known until the operator gives it up."""
+        """Stop the coordinator's answers. The last answer stays until the operator discards it."""
         self.coordinators.silent_since[KEY] = self.now
         self.coordinators.has_timed_out = is_host_dead
 
     @contextlib.contextmanager
     def by_others(self) -> Iterator[None]:
-        """What is written here is not the operator's."""
+        """A context whose writes are not counted as the operator's writes."""
         before, hook = len(self.store.writes), (self.store.before, self.store.after)
         self.store.before = self.store.after = lambda write: None
         try:
@@ -314,8 +315,10 @@ class Simulation:
 
     @property
     def watch_lag(self) -> float:
-        """Seconds that the operator takes a watch to be behind: beyond a hundred, /healthz fails and it is
-        restarted."""
+        """Watch lag in seconds, as the operator measures it.
+
+        Above 100 s, /healthz fails and the operator is restarted.
+        """
         return max(self.cache.expectations.lag().values())
 
     @property

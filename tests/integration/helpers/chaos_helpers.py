@@ -1,5 +1,4 @@
-"""What the chaos test looks at: the processes of a disturbed run while it lasts, and what it has
-left behind."""
+"""Helpers of the chaos test: watch the processes of a disturbed run, and read the files that it leaves."""
 
 import contextlib
 import json
@@ -31,15 +30,15 @@ from bed.process_state import is_alive
 SAMPLE_SECONDS = 0.5
 PACE_SECONDS = 0.04
 MIN_SAMPLES = 45
-"""Samples of a process that is old enough to show a trend."""
+"""Number of samples that are needed to show a trend."""
 BURIED = 22, 10
-"""Descriptors and threads of the groups of one world that a worker has to keep until their last operation has
-ended."""
+"""File descriptors and threads that a worker keeps for the process groups of one old world, until their last
+operation has ended."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What one process held at one moment. ``memory``: MiB that are its own."""
+    """The resources of one process at one moment. ``memory``: private (anonymous) memory in MiB."""
 
     descriptors: int
     threads: int
@@ -48,7 +47,7 @@ class Sample:
 
 @dataclass
 class Watch:
-    """Follows a command and all that descends from it, until ``close``."""
+    """Samples a command and all its descendants until ``close``."""
 
     pid: int
     samples: dict[tuple[int, str], list[Sample]] = field(
@@ -58,18 +57,21 @@ class Watch:
     _over: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> "Watch":
-        """Begin to look."""
+        """Start the sampling thread."""
         self._thread = threading.Thread(target=self._look, name="watch")
         self._thread.start()
         return self
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop the sampling thread."""
         self._over.set()
         self._thread.join()
 
     def old_enough(self) -> dict[str, list[Sample]]:
-        """The samples of those that lived long, by what they were: launcher, node, worker, coordinator."""
+        """Return the samples of processes with at least :data:`MIN_SAMPLES` samples.
+
+        The keys are the role and the process ID, for example "worker 4711".
+        """
         found = {}
         for key, samples in self.samples.items():
             if len(samples) >= MIN_SAMPLES:
@@ -92,7 +94,7 @@ class Watch:
             b"evergrad_coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes()
         )
         memory = re.search(r"RssAnon:\s+(\d+)", text)
-        if memory is None:  # it is just ending
+        if memory is None:  # The process is ending.
             return
         sample = Sample(
             len(os.listdir(f"/proc/{pid}/fd")), int(fields[17]), int(memory[1]) / 1024
@@ -106,7 +108,7 @@ class Watch:
 
 
 def descendants(pid: int, *, depth: int = 0) -> list[tuple[int, int]]:
-    """A process and all below it, with how far below."""
+    """Return a process and all its descendants, each with its depth in the tree."""
     found = [(pid, depth)]
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -117,10 +119,10 @@ def descendants(pid: int, *, depth: int = 0) -> list[tuple[int, int]]:
 
 
 def growth(samples: list[Sample], what: str) -> float:
-    """By how much the least that a process held in the last third of its life exceeds the most of its second
-    third.
+    """Return the minimum of a process's last third of samples minus the maximum of its second third.
 
-    In the first third it still makes what it will keep.
+    The first third is ignored, because the process still allocates what it keeps. ``what`` is a field of
+    :class:`Sample`.
     """
     values = [getattr(sample, what) for sample in samples]
     third = len(values) // 3
@@ -128,7 +130,7 @@ def growth(samples: list[Sample], what: str) -> float:
 
 
 def processes_in(directory: Path) -> list[int]:
-    """All processes of this machine whose working directory is that one, whoever their parents are now."""
+    """Return all processes of this machine with this working directory, including orphaned processes."""
     found = []
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -141,7 +143,7 @@ def processes_in(directory: Path) -> list[int]:
 
 @dataclass
 class Disturbed:
-    """A run under ``--chaos``: where it is, what it printed, and what its processes held."""
+    """A run under ``--chaos``: its directory, its output, and the resources of its processes."""
 
     directory: Path
     seed: int
@@ -155,11 +157,11 @@ class Disturbed:
         return path.read_text() if path.exists() else ""
 
     def lines(self) -> list[str]:
-        """What chaos said."""
+        """Return the output lines of the chaos tool."""
         return [line for line in self.printed.splitlines() if line.startswith("chaos: ")]
 
     def describe(self) -> str:
-        """For whoever must find out why a test failed."""
+        """Return the text for the message of a failed test."""
         said = "\n".join(self.lines()[-12:])
         tail = "\n".join(
             (self.directory / "logs" / "coordinator.log").read_text().splitlines()[-25:]
@@ -169,10 +171,11 @@ class Disturbed:
 
 @dataclass(frozen=True)
 class Variant:
-    """A kind of chaos. ``environment``: what it is chosen by; ``training``: how its recipe differs;
-    ``faults``: beside its pace.
+    """A kind of chaos.
 
-    ``calm``: how the same run is started undisturbed. ``most``: events for `make test`.
+    ``environment``: the variables that choose it. ``training``: changes to the recipe. ``faults``: faults in
+    addition to the slower steps. ``calm``: arguments that start the same run undisturbed. ``most``: number of
+    events for `make test`.
     """
 
     num_nodes: int = 3
@@ -187,7 +190,7 @@ class Variant:
 VARIANTS = {
     "any": Variant(),
     "asynchronous": Variant(most=8, environment={"EVERGRAD_TRANSPORT": "asynchronous"}),
-    # A tiny state in many pieces, each of which takes its time.
+    # A tiny state is transferred in many slow pieces, so that faults hit the transfer.
     "transfer": Variant(
         num_nodes=2,
         max_nodes=2,
@@ -199,7 +202,7 @@ VARIANTS = {
             fault("receive", call=0, action="sleep", rank=None, seconds=0.05),
         ),
     ),
-    # Workers that hold parts of the state: what they lose with a group comes back from a checkpoint alone.
+    # Each worker holds a part of the state, so a lost group can be restored only from a checkpoint.
     "coordinator": Variant(
         num_nodes=2,
         max_nodes=2,
@@ -215,7 +218,7 @@ VARIANTS = {
 
 
 def start_disturbed(experiment: Experiment, variant: Variant, *, seed: int) -> Disturbed:
-    """A tiny run of 3 nodes, to which a fourth comes, without an end; or as the variant says."""
+    """Start a tiny, endless run under chaos: 3 nodes that a fourth node joins, unless the variant differs."""
     training = recipe(
         horizon={"steps": 1_000_000},
         checkpoint={"every": {"steps": 50}, "keep": 5},
@@ -226,7 +229,8 @@ def start_disturbed(experiment: Experiment, variant: Variant, *, seed: int) -> D
         merge(training, variant.training), nodes={"min": 1, "max": variant.max_nodes}
     )
     began = time.time()
-    # Slower steps, so that there are fewer to repeat without disturbances; long enough ones to be hit within.
+    # Slow steps down, so that the undisturbed run has fewer steps to repeat, and so that faults hit within
+    # a step.
     pace = fault("step", call=0, action="sleep", rank=None, seconds=PACE_SECONDS)
     started = experiment.start(
         "--nodes",
@@ -243,9 +247,10 @@ def start_disturbed(experiment: Experiment, variant: Variant, *, seed: int) -> D
 
 
 def await_events(run: Disturbed, *, count: int) -> None:
-    """Until the run has recovered from so many events. Fails when chaos has found it to hang.
+    """Wait until the run has recovered from ``count`` events.
 
-    Each event has :data:`PATIENCE`, and all of them together as long as they take.
+    The time limit is :data:`PATIENCE` for each event. Raises AssertionError if a recovery takes longer, if
+    the run has ended, or if the chaos tool reports that the run does not recover.
     """
     for number in range(1, count + 1):
         try:
@@ -265,7 +270,7 @@ def _has_recovered(run: Disturbed, number: int) -> bool:
 
 
 def planned_generations(directory: Path) -> list[int]:
-    """The generations the coordinator's processes announced, in order."""
+    """Return the generations that the coordinator's processes planned, in order."""
     rows: list[dict[str, Any]] = []
     for line in (directory / "logs" / "coordinator.log").read_text().splitlines():
         with contextlib.suppress(ValueError):
@@ -274,13 +279,13 @@ def planned_generations(directory: Path) -> list[int]:
 
 
 def final_step(directory: Path) -> int:
-    """The step after which the run was stopped."""
+    """Return the step after which the run was stopped."""
     return int(events(directory, "stop")[-1]["step"])
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """Steps that were trained again. ``is_same_writer``: under the rank 0 under which they were finished."""
+    """Steps that were trained again. ``is_same_writer``: whether the same rank 0 process wrote both rows."""
 
     step: int
     num_steps: int
@@ -289,13 +294,14 @@ class Repeat:
 
 
 NOBODY = {"type": "none", "pid": None}
-"""Event of a world whose rank 0 could not even write that it had begun."""
+"""Placeholder event of a world whose rank 0 was lost before it wrote the start event."""
 
 
 def find_repeats(directory: Path) -> list[Repeat]:
-    """Wherever a row is not the one after the row before it."""
+    """Return a Repeat for each metric row whose step does not follow the step of the previous row."""
     rows = metric_rows(directory)
-    # Where both stand, the start is that of a world whose rank 0 was lost before its first step.
+    # If a generation has both events, its world's rank 0 was lost before the first step. The event of type
+    # "world" takes precedence.
     begins = {
         event["generation"]: event
         for type_ in ("start", "world")

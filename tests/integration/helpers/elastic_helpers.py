@@ -252,7 +252,7 @@ class Cluster:
     def start(
         self, *, workers: int = 1, faults: Sequence[Fault] = (), **options: Any
     ) -> "Cluster":
-        """The coordinator and ``expect`` nodes with the same faults."""
+        """Start the coordinator and ``expect`` nodes with the same faults."""
         self.start_coordinator()
         for index in range(self.expect):
             self.start_node(index, workers=workers, faults=faults, **options)
@@ -271,9 +271,12 @@ class Cluster:
         directory: Path | None = None,
         **settings: Any,
     ) -> Process:
-        """Start one node. ``sets``: changes of its manifest; ``constants``: of modules; ``settings``: of its
-        NodeSettings; ``resolver``: the resolv.conf it sees; ``transport``: EVERGRAD_TRANSPORT; ``directory``:
-        a run directory of its own."""
+        """Start one node.
+
+        ``sets``: changes to its manifest, as for ``--set``. ``constants``: new values of module constants.
+        ``settings``: fields of its NodeSettings. ``resolver``: its resolv.conf. ``transport``: the value of
+        EVERGRAD_TRANSPORT. ``directory``: a separate run directory, instead of the cluster's.
+        """
         arguments = [
             "run",
             "tiny.yaml",
@@ -316,25 +319,25 @@ class Cluster:
         return process
 
     def release(self, name: str) -> None:
-        """Let a held worker go on."""
+        """Let a held worker continue."""
         (self.path / f"{name}.open").touch()
 
     def has_happened(self, name: str) -> bool:
-        """Whether a planned fault has come about."""
+        """Return whether a planned fault has happened."""
         return (self.path / f"{name}.happened").exists()
 
     def until_held(self, name: str = "held") -> None:
         self.until(lambda: self.has_happened(name), f"the fault {name}")
 
     def close(self) -> None:
-        """Leave no process behind, whatever a test did."""
+        """Kill all processes that the test started, and wait until their workers have ended."""
         workers = [pid for process in self.started for pid in process.workers()]
         for process in reversed(self.started):
             process.kill()
         until(lambda: not any(map(is_alive, workers)), "the workers' end")
 
     def until_planned(self, reason: str) -> None:
-        """Until the coordinator has planned a group for that reason."""
+        """Wait until the coordinator has planned a group for ``reason``."""
         self.until(
             lambda: any(line["reason"] == reason for line in self.log("plan")),
             f"a plan because of: {reason}",
@@ -343,11 +346,11 @@ class Cluster:
     # ---- what happened -------------------------------------------------------------------------------------
 
     def trace(self) -> list[dict[str, Any]]:
-        """Every step that any worker has finished, in the order of their ends."""
+        """Return the finished steps of all workers, in the order of their end times."""
         return sorted(read_lines(self.path / "trace.jsonl"), key=lambda row: row["ended"])
 
     def log(self, event: str) -> list[dict[str, Any]]:
-        """The coordinator's lines of one kind, of all its processes."""
+        """Return the log lines for ``event``, from all processes of the coordinator."""
         lines = [
             line
             for path in sorted(self.path.glob("*-coordinator.err"))
@@ -356,11 +359,11 @@ class Cluster:
         return [line for line in lines if line["event"] == event]
 
     def pids(self, node: int) -> set[int]:
-        """Processes of a node that have finished steps."""
+        """Return the process IDs of a node that have finished steps."""
         return {row["pid"] for row in self.trace() if row["node"] == node}
 
     def steps(self, node: int) -> list[int]:
-        """Steps that a node's first worker has finished, in their order."""
+        """Return the steps that a node's first worker has finished, in order."""
         return [
             row["step"]
             for row in self.trace()
@@ -371,7 +374,7 @@ class Cluster:
         return until(condition, what, self.describe)
 
     def until_world(self, size: int, *, steps: int = 1) -> int:
-        """Until a group of ``size`` ranks has finished so many steps; its generation."""
+        """Wait until a group of ``size`` ranks has finished ``steps`` steps, and return its generation."""
 
         def find() -> int:
             rows = [row for row in self.trace() if row["size"] == size]
@@ -386,16 +389,16 @@ class Cluster:
         return int(self.until(find, f"{steps} steps of a group of {size}"))
 
     def until_step(self, step: int) -> None:
-        """Until somebody has finished that step."""
+        """Wait until a worker has finished ``step``."""
         self.until(lambda: any(row["step"] >= step for row in self.trace()), f"step {step}")
 
     def is_paused(self, *, seconds: float) -> bool:
-        """Whether nobody has finished a step for so long."""
+        """Return whether no worker has finished a step for ``seconds``."""
         trace = self.trace()
         return bool(trace) and time.monotonic() - trace[-1]["ended"] > seconds
 
     def finish(self, code: int = DONE, *, nodes: Sequence[int] | None = None) -> None:
-        """Wait until these nodes (default: all) have ended, by ``code``."""
+        """Wait until these nodes (default: all) have ended, and check that each exit code is ``code``."""
         for index in self.nodes if nodes is None else nodes:
             found = self.nodes[index].wait()
             assert found == code, (
@@ -403,7 +406,7 @@ class Cluster:
             )
 
     def describe(self) -> str:
-        """What all processes said."""
+        """Return the output of all processes and the last steps, for the message of a failed test."""
         parts = [
             f"---- {path.name}\n{path.read_text(errors='replace')[-6000:]}"
             for path in sorted(self.path.glob("[0-9]*.???"))
@@ -421,9 +424,9 @@ class Cluster:
     def check(
         self, reference: Path, *, is_exact: bool = True, is_state_lost: bool = False
     ) -> None:
-        """The invariants of a complete run.
+        """Check the invariants of a complete run.
 
-        ``is_state_lost``: no replica lived at some moment, so that steps may be repeated.
+        ``is_state_lost``: at some moment no replica was alive, so steps may be repeated.
         """
         try:
             check_generations(self.trace())
@@ -465,7 +468,7 @@ def train_undisturbed(experiment: Experiment, *arguments: str) -> None:
 
 @dataclass
 class Functions:
-    """Functions of a test file, each in a process of its own."""
+    """Runs functions of a test file, each in a separate process."""
 
     path: Path
     started: list[Process] = field(default_factory=list)
@@ -489,7 +492,7 @@ class Functions:
         return self.started[-1]
 
     def result(self, process: Process) -> Any:
-        """What it returned."""
+        """Wait until the function ends, and return its result."""
         assert process.wait() == 0, process.said()
         return json.loads(Path(f"{process.output}.out").read_text())
 
@@ -501,7 +504,10 @@ class Functions:
 def until(
     condition: Callable[[], Any], what: str, describe: Callable[[], str] = lambda: ""
 ) -> Any:
-    """The first true value of ``condition``."""
+    """Wait for the first true value of ``condition``, and return it.
+
+    Raises AssertionError after :data:`PATIENCE`.
+    """
     deadline = time.monotonic() + PATIENCE
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -511,7 +517,7 @@ def until(
 
 
 def check_generations(trace: Sequence[Mapping[str, Any]]) -> None:
-    """Each generation is one world, and ends before a newer one finishes its first step."""
+    """Check that each generation is one world and ends before a newer generation finishes its first step."""
     places: dict[tuple[int, int], tuple[int, int]] = {}
     newest = 0
     for row in trace:
@@ -536,8 +542,10 @@ def check_generations(trace: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_nothing_repeated(trace: Sequence[Mapping[str, Any]]) -> None:
-    """No worker trains a step that somebody in its group has finished before: whoever holds it feeds the
-    others."""
+    """Check that no worker trains a step that a member of its group has already finished.
+
+    The member with the newest state transfers it to the others.
+    """
     finished: dict[int, int] = {}
     generations = sorted({row["generation"] for row in trace})
     for generation in generations:
@@ -553,7 +561,7 @@ def check_nothing_repeated(trace: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_checkpoints(directory: Path) -> None:
-    """Every checkpoint that can be seen validates, every byte of it."""
+    """Validate every visible checkpoint, including the checksums of its files."""
     from evergrad_trainer.checkpoint.store import open_store
 
     store = open_store(directory / "checkpoints")

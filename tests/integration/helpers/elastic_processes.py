@@ -51,13 +51,13 @@ PLACES = {
     "published": ("evergrad_trainer.checkpoint.save", "_settle"),
     "snapshot": ("evergrad_trainer.training.snapshots", "Snapshots.take"),
 }
-"""Where a fault may be planned: before the call of this function; ``reducing`` is behind it, with the sum
-under way."""
+"""Functions before which a fault may be planned. The exception is ``reducing``: its fault happens after the
+call, while the sum is in progress."""
 
 
 @dataclass
 class _Here:
-    """What this process is and where it stands."""
+    """The identity and the current step of this process."""
 
     node: int = -1
     local_rank: int = -1
@@ -72,7 +72,7 @@ _SELECTS = ("node", "local_rank", "rank", "step", "slot")
 
 
 def serve() -> None:
-    """Fork for ``spawn``, look for ``poll``."""
+    """Serve requests on stdin: ``spawn`` forks a process, ``poll`` returns its exit code."""
     tests = Path(__file__).resolve().parents[2]
     sys.path += map(str, (Path(__file__).parent, tests, tests.parent / "tools"))
     _import_everything()
@@ -106,7 +106,7 @@ def _import_everything() -> None:
 
     command_line.build_whole_parser()
     prepare_process()
-    # Drawing takes ten times as long as these runs and has tests of its own.
+    # Do not draw reports: drawing takes ten times as long as these runs, and other tests cover it.
     draw = report.write_report
     report.write_report = lambda directory, **given: (
         draw(directory, **given)
@@ -116,7 +116,7 @@ def _import_everything() -> None:
 
 
 def _poll(pid: int, alive: set[int]) -> int | None:
-    """The exit code of a process, None while it runs."""
+    """Return the exit code of a process, or None if it is still running."""
     found, status = os.waitpid(pid, os.WNOHANG)
     if not found:
         return None
@@ -125,7 +125,7 @@ def _poll(pid: int, alive: set[int]) -> int | None:
 
 
 def _become(task: dict[str, Any]) -> None:
-    """A forked child: a coordinator, a node or a command, its output in files."""
+    """Run the task of a forked child, with its output in files, and exit."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     for number, path in enumerate(
         (os.devnull, f"{task['output']}.out", f"{task['output']}.err")
@@ -155,7 +155,7 @@ def _become(task: dict[str, Any]) -> None:
 
 
 def _resolve_with(configuration: str) -> None:
-    """Give this process, and those it starts, another resolv.conf."""
+    """Replace resolv.conf for this process and its children."""
     new_namespace = 0x00020000
     if ctypes.CDLL(None, use_errno=True).unshare(new_namespace) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
@@ -173,7 +173,7 @@ def _run_command(task: dict[str, Any]) -> int:
 
 
 def _call_function(task: dict[str, Any]) -> int:
-    """A function of a test file: what it returns, as JSON, is its output."""
+    """Call a function of a test file, and print its result as JSON."""
     sys.modules["elastic_helpers"] = importlib.import_module("elastic_helpers")
     spec = importlib.util.spec_from_file_location("elastic_function", task["file"])
     assert spec is not None and spec.loader is not None
@@ -184,7 +184,7 @@ def _call_function(task: dict[str, Any]) -> int:
 
 
 def _be_node(task: dict[str, Any]) -> int:
-    """What ``evergrad node`` does, from the arguments of ``evergrad run``."""
+    """Run a node as ``evergrad node`` does, from the arguments of ``evergrad run``."""
     from evergrad_cli.main import build_whole_parser
     from evergrad_common.contract import ExitCode
     from evergrad_manifest.reading.loader import load_from
@@ -236,7 +236,7 @@ def _be_node(task: dict[str, Any]) -> int:
 
 
 def _watch(scratch: Path, faults: list[dict[str, Any]]) -> None:
-    """Before workers are forked: note who they are and what they finish, and plan the faults."""
+    """Record the workers' identities and finished steps, and plan the faults. Call it before forking workers."""
     node_run = importlib.import_module("evergrad_trainer.node.run")
     run_worker = node_run.run_worker
     trace = os.open(scratch / "trace.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -311,7 +311,7 @@ def _plan(fault: dict[str, Any], scratch: Path) -> None:
 
 
 def _may_happen(fault: dict[str, Any], scratch: Path) -> bool:
-    """Each fault happens once in its cluster, whoever is started again, unless it is to happen each time."""
+    """Return whether a fault may happen: once in its cluster, even after restarts, unless it is repeated."""
     if fault["is_repeated"]:
         return True
     try:
@@ -347,7 +347,7 @@ def _act(fault: dict[str, Any], scratch: Path, owner: Any = None, *_: Any) -> No
 
 
 def _flip_bit(stepper: Any) -> None:
-    """One bit of one weight, as a cosmic ray would."""
+    """Flip one bit of one weight, to simulate a memory error."""
     weight = next(iter(stepper._parts.model.parameters()))
     weight.detach().view(-1).view(importlib.import_module("torch").int32)[7] ^= 1 << 21
 

@@ -175,7 +175,7 @@ class FakeNode:
             self.peer = None
 
     def act(self) -> None:
-        """One tick of its own."""
+        """Act for one tick."""
         now = self.cluster.now
         if not self.is_alive or self.is_frozen:
             return
@@ -198,7 +198,7 @@ class FakeNode:
             self.heard_at = now
 
     def read(self) -> None:
-        """Handle what has arrived."""
+        """Handle the received messages."""
         while self.inbox and self.is_alive and self.has_answered:
             message = self.inbox.popleft()
             self.heard_at = self.cluster.now
@@ -237,7 +237,7 @@ class FakeNode:
                     self.die(code)
 
     def watch_group(self) -> None:
-        """Leave at the boundary that all members agreed on; report a group that lost a member."""
+        """Leave the group at the boundary that all members agreed on. Report it if it lost a member."""
         group = self.group
         if group is None:
             return
@@ -255,7 +255,7 @@ class FakeNode:
 
 
 class Cluster:
-    """All nodes and one coordinator at a time."""
+    """A cluster of fake nodes with one coordinator at a time."""
 
     def __init__(
         self, settings: GroupSettings | None = None, *, generation: int = 0
@@ -273,7 +273,7 @@ class Cluster:
         self.go_members: dict[int, list[tuple[FakeNode, Go]]] = {}
         self.trained = -1
         self.is_graceful = False
-        """Nothing fails: then no step may be lost or trained twice."""
+        """Whether nothing fails in this test. If so, no step may be lost or trained twice."""
         self.saved: list[int] = []
         self.saves_asked: list[str] = []
         self.exit_code: int | None = None
@@ -286,7 +286,7 @@ class Cluster:
     def start(
         self, name: int | str, *, workers: int = 1, step: int = -1, script: str = ""
     ) -> FakeNode:
-        """A new process of a node."""
+        """Start a new process of a node, and connect it."""
         self.num_nodes += 1
         node = FakeNode(
             self,
@@ -302,7 +302,7 @@ class Cluster:
         return node
 
     def newest(self, name: int | str) -> FakeNode | None:
-        """The youngest living process of a node."""
+        """Return the newest living process of a node, or None if there is none."""
         return next(
             (one for one in reversed(self.nodes) if one.name == str(name) and one.is_alive),
             None,
@@ -311,7 +311,7 @@ class Cluster:
     def restart_coordinator(
         self, *, durable: int | None = None, epoch: int | None = None
     ) -> None:
-        """A new coordinator that knows the durable number and nothing else; of a new epoch not even that."""
+        """Replace the coordinator. It restores only the durable generation, or 0 if ``epoch`` is given."""
         if epoch is not None:
             self.settings, durable = dataclasses.replace(self.settings, epoch=epoch), 0
         self.peers.clear()
@@ -321,7 +321,7 @@ class Cluster:
         self.group = new_group(self.settings, generation=self.durable, now=self.now)
 
     def run(self, seconds: float) -> None:
-        """Let time pass; everybody acts and reads in each tick."""
+        """Advance the time by ``seconds``. In each tick, every living node acts and reads."""
         for _ in range(max(1, round(seconds / TICK))):
             self.now += TICK
             for node in [one for one in self.nodes if one.is_alive]:
@@ -333,14 +333,14 @@ class Cluster:
                     node.read()
 
     def run_until_running(self, *, within: float = 30.0) -> None:
-        """Until all members of the newest group are up."""
+        """Run until all members of the newest group are up, for at most ``within`` simulated seconds."""
         until = self.now + within
         while self.condition.phase != "Running":
             assert self.now < until, self.condition
             self.run(TICK)
 
     def train(self) -> None:
-        """Each complete group finishes a step. Only the newest group may."""
+        """Finish a step in each complete group, and check that only the newest group trains."""
         for generation in {node.group.generation for node in self.nodes if node.group}:
             members = self.members_of(generation)
             size = sum(one.group.workers for one in members if one.group)
@@ -361,7 +361,7 @@ class Cluster:
                     one.step = step
 
     def members_of(self, generation: int) -> list[FakeNode]:
-        """Nodes whose workers are in a group."""
+        """Return the nodes whose workers are in the group ``generation``."""
         return [
             node
             for node in self.nodes
@@ -369,23 +369,26 @@ class Cluster:
         ]
 
     def agree_on_step(self, generation: int) -> int:
-        """What a new group goes on from: the newest state in its members' memory, else what was saved."""
+        """Return the step from which a new group resumes.
+
+        It is the newest step in its members' memory, or else the newest saved step.
+        """
         held = max(node.step for node, _ in self.go_members[generation])
         return held if held >= 0 else max(self.saved, default=-1)
 
     def newest_step(self) -> int:
-        """Highest in anybody's memory."""
+        """Return the highest step in the memory of a living node, or -1."""
         return max((node.step for node in self.nodes if node.is_alive), default=-1)
 
     @property
     def condition(self) -> GroupCondition:
-        """Phase, reason and message."""
+        """The phase, reason and message of the group."""
         return describe_condition(self.group, now=self.now)
 
     # ---- what the coordinator does -------------------------------------------------------------------------
 
     def carry_out(self, effects: list[Any]) -> None:
-        """In order, as the edge does; what is provoked meanwhile comes after."""
+        """Carry out effects in order, as the edge does. Effects that arise meanwhile are queued."""
         self._queue.extend(effects)
         if self._is_busy:
             return
@@ -449,7 +452,7 @@ class Cluster:
             isinstance(one, Leaving) for one in node.received
         ), "go to a node that leaves"
         group.append((node, go))
-        # As they are now: a running coordinator can be given others.
+        # Use the current limits: they can change while the coordinator runs.
         least, most = self.group.settings.min_nodes, self.group.settings.max_nodes
         assert (
             least <= go.num_nodes or self.settings.recovery == "fresh"
@@ -465,7 +468,7 @@ class Cluster:
         )
 
     def check_go(self, node: FakeNode, go: Go) -> None:
-        """A node's view of a go."""
+        """Check a Go message from the node's side."""
         group = self.go_members[go.generation]
         assert len(group) == go.num_nodes
         assert sum(one.workers for _, one in group) == go.world_size

@@ -170,9 +170,10 @@ class Simulation:
     def reconcile(
         self, *, is_status_lost: bool = False, refuse: ApplyFailure | None = None
     ) -> Decision:
-        """One pass.
+        """Run one pass of the operator's core and return its decision.
 
-        ``is_status_lost``: the operator dies before it writes. ``refuse``: what every new pod is answered.
+        ``is_status_lost``: the operator dies before it writes the status. ``refuse``: the failure that the
+        API server returns for every new pod.
         """
         seen = self.look()
         self.decision = decide(seen, self.config, self.now)
@@ -192,7 +193,7 @@ class Simulation:
         return self.decision
 
     def settle(self, *, most: int = 20) -> Decision:
-        """Pass after pass, until nothing is done and nothing is written any more."""
+        """Reconcile until a pass has an empty plan and writes nothing, for at most ``most`` passes."""
         for _ in range(most):
             before = self.writes
             self.reconcile()
@@ -201,7 +202,7 @@ class Simulation:
         raise AssertionError(f"still busy after {most} passes: {self.decision}")
 
     def write_status(self, seen: Observation, created: tuple[str, ...]) -> None:
-        """As the API server stores it; unchanged is not written, nor is time alone."""
+        """Write the status as the API server stores it, if more than the usage times has changed."""
         status = build_status(seen, self.decision, ApplyOutcome(created=created), self.now)
         if without_usage(status) != without_usage(self.raw.get("status") or {}):
             self._write()
@@ -271,20 +272,20 @@ class Simulation:
 
     @property
     def status(self) -> dict[str, Any]:
-        """The run's status."""
+        """The status of the run."""
         return dict(self.raw.get("status", {}))
 
     def condition(self, kind: str) -> dict[str, Any]:
-        """One of its conditions."""
+        """Return the condition of type ``kind``."""
         return next(one for one in self.status["conditions"] if one["type"] == kind)
 
     def set_spec(self, **spec: Any) -> None:
-        """A user's change."""
+        """Change fields of the spec as a user does, and increment the generation."""
         self.raw["spec"] |= spec
         self.raw["metadata"]["generation"] += 1
 
     def live(self, *, role: str = names.ROLE_NODE) -> list[str]:
-        """Names of pods that have not ended and are not being deleted."""
+        """Return the names of pods that have not ended and are not being deleted."""
         return [
             name
             for name, pod in self.pods.items()
@@ -294,7 +295,7 @@ class Simulation:
         ]
 
     def start(self, *chosen: str) -> None:
-        """The containers of these pods run; of all that are pending, if none is named."""
+        """Start the containers of the chosen pods, or of all pending pods if none is chosen."""
         for name in chosen or [
             name for name, pod in self.pods.items() if pod["status"]["phase"] == "Pending"
         ]:
@@ -317,7 +318,7 @@ class Simulation:
     def end(
         self, name: str, code: int, *, reason: str = "Error", message: str = ""
     ) -> None:
-        """The container of a pod ends; the coordinator was last asked before that."""
+        """End the container of a pod. The coordinator's last answer is older than this end."""
         self._stale = self.progress
         pod = self.pods[name]
         terminated = {
@@ -344,7 +345,7 @@ class Simulation:
         self._note_end(name, parse_time(format_time(self.now)) or 0.0)
 
     def wait_for(self, name: str, reason: str, message: str = "") -> None:
-        """The container of a pod cannot start."""
+        """Set the container of a pod to waiting, because it cannot start."""
         ours = self.pods[name]["spec"]["containers"][0]["name"]
         container = {
             "name": ours,
@@ -353,7 +354,7 @@ class Simulation:
         self.pods[name]["status"] = {"phase": "Pending", "containerStatuses": [container]}
 
     def unschedulable(self, name: str, message: str, reason: str = "Unschedulable") -> None:
-        """The scheduler finds no place."""
+        """Mark a pod as unschedulable, or as not scheduled for another ``reason``."""
         condition = {
             "type": "PodScheduled",
             "status": "False",
@@ -363,7 +364,7 @@ class Simulation:
         self.pods[name]["status"] = {"phase": "Pending", "conditions": [condition]}
 
     def delete(self, name: str, *, grace: float = 30.0) -> None:
-        """Somebody deletes a pod; one that does not run is gone at once."""
+        """Delete a pod. If it is not running, it is removed immediately."""
         pod = self.pods[name]
         if pod["status"]["phase"] != "Running":
             self.vanish(name)
@@ -371,13 +372,13 @@ class Simulation:
             pod["metadata"]["deletionTimestamp"] = format_time(self.now + grace)
 
     def disrupt(self, name: str, reason: str) -> None:
-        """Kubernetes says why a pod has to go, and deletes it."""
+        """Add the condition DisruptionTarget to a pod, and delete it."""
         condition = {"type": "DisruptionTarget", "status": "True", "reason": reason}
         self.pods[name]["status"].setdefault("conditions", []).append(condition)
         self.delete(name)
 
     def vanish(self, name: str) -> None:
-        """The pod is gone from the API server."""
+        """Remove a pod from the API server."""
         self.gone.append((self.pods.pop(name), self.now))
         self._note_end(name, self.now)
 
@@ -386,7 +387,7 @@ class Simulation:
             self.lives[name] = (self.lives[name][0], max(at, self.lives[name][0]))
 
     def leave(self) -> None:
-        """All pods that are being deleted save, and are gone."""
+        """Remove all pods that are being deleted, after their checkpoint is saved."""
         for name in [
             name
             for name, pod in self.pods.items()
@@ -395,7 +396,7 @@ class Simulation:
             self.vanish(name)
 
     def train(self, step: int | None = 10, **fields: Any) -> None:
-        """The group is up and says so."""
+        """Set the coordinator's progress to a running group at ``step``."""
         attempts = [
             pod
             for name, pod in self.pods.items()
@@ -417,7 +418,7 @@ class Simulation:
         )
 
     def _count_steps(self, attempt: int, values: Mapping[str, Any]) -> int:
-        """Count as the coordinator does, which begins at 0."""
+        """Count new steps as the coordinator does. Each attempt starts at 0."""
         if self._counter is None or self._counter[0] != attempt:
             recovery: Recovery = "fresh" if "script" in self.raw["spec"] else "in-process"
             self._counter = attempt, ProgressCounter(recovery)
@@ -432,7 +433,7 @@ class Simulation:
         return counter.num_steps
 
     def run(self, step: int | None = 10) -> "Simulation":
-        """Bring the run up."""
+        """Start the run: create its pods, start them, report progress, and settle."""
         self.reconcile()
         self.start()
         self.train(step)
@@ -440,17 +441,18 @@ class Simulation:
         return self
 
     def age(self, seconds: float) -> None:
-        """Time passes."""
+        """Advance the time by ``seconds``."""
         self.now += seconds
 
     def seconds_since(self, text: str) -> float:
-        """From a time of the status until now."""
+        """Return the seconds since ``text``, a time of the status."""
         return self.now - (parse_time(text) or 0.0)
 
     def lifetime(self, *, is_newest_left_out: bool = False) -> int:
-        """Milliseconds of all pods but coordinators', by the times that the API server shows.
+        """Return the milliseconds of all pods except coordinators, from the times on the API server.
 
-        ``is_newest_left_out``: without pods that were made in this second, whose pass is still to come.
+        ``is_newest_left_out``: leave out pods that were created in this second, because the next pass counts
+        them.
         """
         return sum(
             round(1000 * ((self.now if ended is None else ended) - created))
@@ -459,6 +461,6 @@ class Simulation:
         )
 
     def counted(self) -> int:
-        """Milliseconds of pods that the last pass counted, with those whose use is not known yet."""
+        """Return the pod milliseconds that the last pass counted, including the pending usage."""
         usage = self.decision.memory.usage
         return usage.pod_milliseconds + usage.pending[0]
