@@ -1,4 +1,4 @@
-"""Runs with the verdicts about them: one table for the webhook, the operator and, on a cluster, the chart's CEL."""
+"""Runs and their expected verdicts: one table for the webhook, the operator and the chart's CEL rules."""
 
 import json
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ CONFIG: Final[dict[str, Any]] = {
     "storage_access_mode": "ReadWriteOncePod",
     "profiles": PROFILES,
 }
-"""The settings of the operator, as the values of the chart below lead to them."""
+"""The operator's settings that result from the chart values below."""
 VALUES: Final[dict[str, Any]] = {
     "admissionPolicy": {
         "enabled": True,
@@ -39,12 +39,12 @@ _MOUNT: Final = {"volumeMounts": [{"name": "code", "mountPath": "/code"}]}
 
 @dataclass(frozen=True)
 class Sample:
-    """One run.
+    """One run and its expected verdicts.
 
-    ``spec``: beside a recipe and two nodes. ``own``: text of the namespace's profile. ``refused``: beginning of
-    the problem for which webhook and operator refuse it, empty for none. ``held``: beginning of the problem of
-    its profile, for which the operator makes no pod and the webhook warns. ``cel``: whether the CEL rules of the
-    CRD and the chart refuse it, too.
+    ``spec``: fields in addition to a recipe and two nodes. ``own``: text of the namespace's profile.
+    ``refused``: start of the problem for which the webhook and the operator refuse the run; empty if they
+    accept it. ``held``: start of the problem in its profile, for which the operator creates no pods and the
+    webhook warns. ``cel``: whether the CEL rules of the CRD and the chart also refuse the run.
     """
 
     name: str

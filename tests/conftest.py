@@ -1,6 +1,6 @@
-"""For all tests: one folder for what they and their processes put into the temporary one, gone in the end.
+"""Moves the temporary files of all tests and their processes to one folder, and removes it at the end.
 
-A process that is killed cannot remove what it has made there, and many tests kill processes.
+Many tests kill processes, and a killed process cannot remove its temporary files.
 """
 
 import os
@@ -10,18 +10,18 @@ import tempfile
 import pytest
 
 LONG_SECONDS = 3600
-"""Longest time of a test marked ``long`` that names none itself; the one of pyproject.toml is for the others."""
+"""Default timeout of a test marked ``long``, in seconds. Other tests use pyproject.toml's timeout."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give tests that take minutes a timeout of their own."""
+    """Set a longer timeout for tests that take minutes."""
     for item in items:
         if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(LONG_SECONDS))
 
 
 class _FailuresAtOnce:
-    """Names each failed test when it fails: the report comes after the last test, half an hour later."""
+    """Prints each failed test immediately, because the report comes only after the last test."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -35,7 +35,8 @@ class _FailuresAtOnce:
 def pytest_configure(config: pytest.Config) -> None:
     """Move TMPDIR.
 
-    Workers of pytest-xdist have their controller's; ``tmp_path`` stays where pytest keeps it for a while.
+    Workers of pytest-xdist share their controller's folder. ``tmp_path`` is not moved, so pytest keeps it for
+    some sessions.
     """
     if hasattr(config, "workerinput"):
         return

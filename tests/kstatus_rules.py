@@ -1,7 +1,6 @@
-"""kstatus's rules for a kind that it does not know, restated so that every test can ask them; and kstatus
-itself.
+"""The rules of kstatus for unknown kinds in Python, so that every test can use them, and kstatus itself.
 
-After pkg/kstatus/status of sigs.k8s.io/cli-utils v0.37.2.
+Source: pkg/kstatus/status of sigs.k8s.io/cli-utils v0.37.2.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ def judge(raw: Mapping[str, Any]) -> str:
     if seen is not None and "generation" in metadata and seen != metadata["generation"]:
         return "InProgress"
 
-    # The first of the two that is true counts.
+    # The first true condition of the two decides.
     conditions = status.get("conditions", ())
     for one in conditions:
         if one["status"] == "True" and one["type"] in ("Reconciling", "Stalled"):

@@ -1,6 +1,6 @@
-"""Plain YAML scalars, and what Kubernetes' reader makes of each of them.
+"""Plain YAML scalars and the values that Kubernetes' YAML reader returns for them.
 
-`PYTHONPATH=tests .venv/bin/python -m kubernetes_scalars` writes the table again. It needs Go.
+To write the table again, run `PYTHONPATH=tests .venv/bin/python -m kubernetes_scalars`. It needs Go.
 """
 
 import itertools
@@ -181,7 +181,7 @@ _PREFIXED: Final = (
 
 
 def scalars() -> list[str]:
-    """Each scalar once."""
+    """Return each scalar once."""
     words = [
         form
         for word in _WORDS
@@ -197,7 +197,7 @@ def scalars() -> list[str]:
 
 
 def ask_kubernetes() -> list[dict[str, Any]]:
-    """What Kubernetes' reader makes of each scalar as the value of a key."""
+    """Return the value that Kubernetes' reader returns for each scalar as the value of a key."""
     found: list[dict[str, Any]] = toolbox.ask(
         "kubeyaml", [f"a: {text}\n" for text in scalars()]
     )

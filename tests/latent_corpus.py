@@ -1,4 +1,4 @@
-"""Tiny corpora of windows and edits for the tests of the recipe latent_edit."""
+"""Writes tiny corpora of windows and edits for the tests of the recipe latent_edit."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ def window_row(
 def edit_row(
     chromosome: str, position: int, genome: str, *, seed: int, **further: Any
 ) -> Row:
-    """A substitution of the base at ``position`` (from 1) of a chromosome that is ``genome``."""
+    """Return a substitution of the base at ``position`` (from 1) of the chromosome ``genome``."""
     old = genome[position - 1]
     new = random.Random(seed).choice([one for one in "ACGT" if one != old])
     return {"chrom": chromosome, "pos": position, "ref": old, "alt": new, **further}
@@ -89,7 +89,7 @@ def write_corpus(folder: Path, *, train: int = 6, test: int = 2) -> Path:
 
 
 def seal(folder: Path, change: Callable[[Row], None] | None = None) -> Path:
-    """Write the manifest of what lies in ``folder``. ``change``: of the manifest, before it is written."""
+    """Write the manifest of the files in ``folder``. ``change`` edits it before it is written."""
     files: list[Row] = []
     for path in sorted(one for one in folder.rglob("*") if one.is_file()):
         name = path.relative_to(folder).as_posix()

@@ -1,4 +1,4 @@
-"""A run whose steps and evaluations compute nothing, for tests of the loop around them."""
+"""A run whose steps and evaluations compute nothing, for tests of the training loop."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,7 +30,7 @@ class Steps:
 
 
 def evaluator_of(run: Any) -> Any:
-    """An evaluator that measures nothing by itself."""
+    """Return an evaluator that measures nothing."""
 
     def open_tally(one: Any, values: Any, *, stage: Any) -> EvaluationCounts:
         return EvaluationCounts.from_json(values, key=one.name, names=())

@@ -1,5 +1,4 @@
-"""A run directory as a run would leave it, from a plan of its processes and a clock that only
-moves as told."""
+"""Writes a run directory as a run would, from a plan of its processes and a clock that the test sets."""
 
 import math
 from collections.abc import Sequence
@@ -29,12 +28,12 @@ EVALUATION_SECONDS = 2.0
 
 
 def _noise(seed: float) -> float:
-    """Between -0.5 and 0.5, the same for the same seed."""
+    """Return a number between -0.5 and 0.5 that depends only on the seed."""
     return (math.sin(seed * 12.9898) * 43758.5453) % 1.0 - 0.5
 
 
 def step_record(step: int, **changes: Any) -> StepRecord:
-    """A plausible row; the loss falls and wobbles as a pure function of the step."""
+    """Return a plausible row. Its loss falls with noise and depends only on the step."""
     values: dict[str, Any] = {
         "step": step,
         "generation": 1,
@@ -58,16 +57,16 @@ def step_record(step: int, **changes: Any) -> StepRecord:
 
 
 def step_table(records: Sequence[StepRecord]) -> StepTable:
-    """The records as the columns that their file would give."""
+    """Return the records as the columns that a reader of their file would return."""
     return tabulate([record_row(record) for record in records])
 
 
 @dataclass(frozen=True)
 class Process:
-    """Trains the steps after ``resumed_from`` up to ``last``.
+    """A process that trains the steps after ``resumed_from`` up to ``last``.
 
-    ``ended``: killed, signal, complete or failed. ``restores_first``: its restore is written down before its
-    start.
+    ``ended``: killed, signal, complete or failed. ``restores_first``: whether the restore event is written
+    before the start event.
     """
 
     last: int
@@ -79,10 +78,10 @@ class Process:
 
 @dataclass(frozen=True)
 class World:
-    """Training goes on in another world up to ``last``, ``forgotten`` steps before the newest row.
+    """Another world that resumes ``forgotten`` steps before the newest row and trains up to ``last``.
 
-    It stood still for ``paused_seconds`` up to its event and for ``settle_seconds`` from there to its first
-    step.
+    Training was paused for ``paused_seconds`` before the event of the world, and for ``settle_seconds`` between
+    the event and the first step.
     """
 
     last: int
@@ -96,7 +95,7 @@ class World:
 
 
 class RunWriter:
-    """Writes processes one after the other, as the loop would."""
+    """Writes the records of processes one after the other, as the training loop would."""
 
     def __init__(
         self,
@@ -112,7 +111,7 @@ class RunWriter:
         self.now = BEGIN
         self.seconds: dict[str, float] = {}
         self.heard: list[Record] = []
-        """What observers of all processes would have heard, in its order."""
+        """The records that the observers of all processes would receive, in order."""
         self._total_steps, self._save_every, self._evaluate_every, self._name = (
             total_steps,
             save_every,
@@ -157,7 +156,7 @@ class RunWriter:
         self._event(log, EventType.RESTORED, step, **facts)
 
     def go_on(self, world: World) -> "RunWriter":
-        """Training goes on from memory; another process may be rank 0 from here on."""
+        """Continue training from memory in another world, whose rank 0 may be another process."""
         self._generation += 1
         log = RunLog(self.directory)
         self._pass("reconfiguration", world.paused_seconds)

@@ -1,7 +1,7 @@
-"""An event loop whose clock jumps to the next due time as soon as nothing is left to do now.
+"""An event loop whose clock jumps to the next due time when no callback is ready.
 
-What is tested on it takes no time and never comes too late, however slow or busy the machine is. Only for
-code that waits for nothing but the loop's own clock: an answer from a socket would arrive after years.
+Tests on it need no real time and do not depend on the machine's speed. Use it only for code that waits for
+nothing except the loop's clock: while a socket waits for an answer, the clock could advance by years.
 """
 
 import asyncio
@@ -13,18 +13,18 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.DefaultSelector):
-    """Counts the time that a loop would have slept."""
+    """Advances the clock by the time that the loop would sleep."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 1000.0  # a clock that has gone on for a while, as a real one has
+        self.now = 1000.0  # like a real clock, not 0
 
     def select(
         self, timeout: float | None = None
     ) -> list[tuple[selectors.SelectorKey, int]]:
-        """What is ready.
+        """Return the ready file objects.
 
-        With nothing due at all there is nothing to jump to: then it waits as any other does.
+        If no timer is scheduled, wait as a normal selector does.
         """
         if timeout is None:
             return super().select(None)
@@ -33,18 +33,18 @@ class _Selector(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Begins at 1000 s."""
+    """An event loop whose clock starts at 1000 s."""
 
     def __init__(self) -> None:
         self._virtual = _Selector()
         super().__init__(self._virtual)
 
     def time(self) -> float:
-        """Seconds by its own clock."""
+        """Return the seconds of the virtual clock."""
         return self._virtual.now
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """As ``asyncio.run``, in no time."""
+    """Run ``main`` as ``asyncio.run`` does, on a virtual clock."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -76,7 +76,7 @@ SPEC: dict[str, Any] = {
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``changes`` laid over ``base``: mappings are merged, None removes a key, all else is replaced."""
+    """Return ``base`` with ``changes``: mappings are merged, None removes a key, other values are replaced."""
     result = copy.deepcopy(dict(base))
     for key, value in changes.items():
         if value is None:
@@ -91,7 +91,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 def make_manifest(
     name: str, *, steps: int, changes: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A TrainingRun of ``steps`` quick steps with ``changes`` laid over its spec."""
+    """Return a TrainingRun of ``steps`` short steps with ``changes`` merged into its spec."""
     training = merged(
         TRAINING,
         {
@@ -109,21 +109,21 @@ def make_manifest(
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSON-lines file."""
+    """Return the objects of the complete lines of a JSON-lines file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
 
 
 def last_rows(rows: list[dict[str, Any]]) -> Rows:
-    """Step → its last row."""
+    """Return the last row of each step, by step."""
     return {row["step"]: row for row in rows}
 
 
 class Reference:
-    """The same endless run, undisturbed, on this machine, as one process.
+    """The same endless run as one undisturbed process on this machine.
 
-    It stands still unless its next steps are asked for.
+    It is paused unless a test requests more steps.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -150,11 +150,11 @@ class Reference:
             )
 
     def hold(self) -> None:
-        """Stand still: the cores belong to the cluster."""
+        """Pause the process, so that the cluster gets the CPU cores."""
         self._process.send_signal(signal.SIGSTOP)
 
     def up_to(self, step: int) -> Rows:
-        """Step → the row that it wrote, at least until ``step``. Trains on as far as that takes."""
+        """Train until at least ``step``, and return the written rows by step."""
 
         def reached() -> Rows | None:
             assert self._process.poll() is None, (self._folder / "log").read_text()
@@ -171,13 +171,13 @@ class Reference:
         return found
 
     def close(self) -> None:
-        """End it; nobody wants its last state."""
+        """Kill the process. Its last state is not needed."""
         self._process.kill()
         self._process.wait()
 
 
 def documents() -> str:
-    """Some real text: the documents of the quickstart."""
+    """Return real text: the documents of the quickstart."""
     text = (QUICKSTART / "documents.yaml").read_text("utf-8").split("\n", 1)[1]
     return str(json.loads(text)["data"]["documents.jsonl"])
 
@@ -199,7 +199,7 @@ def wait_for(
 
 @dataclass
 class Runs:
-    """The TrainingRuns of one namespace."""
+    """Manages the TrainingRuns of one namespace."""
 
     cluster: Any
     namespace: str
@@ -207,14 +207,14 @@ class Runs:
     made: list["Run"] = field(default_factory=list)
 
     def apply(self, manifest: Mapping[str, Any]) -> "Run":
-        """Server-side apply, with strict fields."""
+        """Apply a manifest server-side with strict field validation."""
         run = Run(self, str(manifest["metadata"]["name"]))
         self.kubectl("apply", "--server-side", "-f", "-", text=json.dumps(manifest))
         self.made.append(run)
         return run
 
     def adopt(self, name: str) -> "Run":
-        """A run that somebody else applied."""
+        """Return a run that another client applied."""
         self.made.append(Run(self, name))
         return self.made[-1]
 
@@ -229,7 +229,7 @@ class Runs:
         check: bool = True,
         seconds: float = PATIENCE + 60,
     ) -> str:
-        """What kubectl prints; its standard error too if it fails and that is allowed."""
+        """Return the output of kubectl, including stderr if it fails and a failure is allowed."""
         done = subprocess.run(
             [*self._kubectl, *arguments],
             input=text,
@@ -258,7 +258,7 @@ class Runs:
             process.wait(timeout=PATIENCE)
             text, decoder = path.read_text("utf-8").strip(), json.JSONDecoder()
             while text:
-                # The last one may be cut.
+                # The last event may be incomplete.
                 with contextlib.suppress(json.JSONDecodeError):
                     event, end = decoder.raw_decode(text)
                     events.append(event)
@@ -267,16 +267,16 @@ class Runs:
                 break
 
     def remove(self) -> None:
-        """End all that is left in the namespace, and the namespace; nobody waits for it."""
+        """Delete the namespace and its remaining objects, without waiting."""
         for kind in (RESOURCE, "jobs"):
             self.kubectl("delete", kind, "--all", "--wait=false", check=False)
         self.kubectl("delete", "pods", "--all", "--now", "--wait=false", check=False)
         self.kubectl("delete", "namespace", self.namespace, "--wait=false", check=False)
 
     def volume(self, claim: str) -> Path:
-        """Where this machine sees what a PVC holds.
+        """Return the folder on this machine with the files of a PVC.
 
-        The bed's volumes are folders here; those of another cluster are copied.
+        Volumes of the bed are local folders. Volumes of another cluster are copied.
         """
         if self.cluster.is_bed:
             bound = (
@@ -334,7 +334,7 @@ class Runs:
         ]
 
     def describe(self) -> str:
-        """What there is, for the log of a test that failed."""
+        """Return the state of the namespace, for the log of a failed test."""
         parts = [
             self.kubectl(*what, check=False)
             for what in (
@@ -349,7 +349,7 @@ class Runs:
         return "\n".join(parts)
 
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
-        """One object as it is now, None if it is not there."""
+        """Return an object, or None if it does not exist."""
         try:
             found: dict[str, Any] = self._read(f"{self._path(kind)}/{name}")
         except ApiError as error:
@@ -359,7 +359,7 @@ class Runs:
         return found
 
     def list(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
-        """Objects of a kind."""
+        """Return the objects of a kind."""
         found: list[dict[str, Any]] = self._read(
             f"{self._path(kind)}?labelSelector={quote(selector)}"
         )["items"]
@@ -374,7 +374,7 @@ class Runs:
         )
 
     def _read(self, path: str) -> Any:
-        """GET; an API server that is just away is waited for."""
+        """GET a path. If the API server is not available, retry."""
         until = time.monotonic() + PATIENCE
         while True:
             try:
@@ -394,16 +394,16 @@ RESTRICTED: dict[str, Any] = {
         "seccompProfile": {"type": "RuntimeDefault"},
     },
 }
-"""Part of the spec of a pod, as the restricted profile of Pod Security wants it."""
+"""Part of a pod's spec that satisfies the restricted Pod Security profile."""
 CONTAINER: dict[str, Any] = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
 }
-"""Security context of a container in it."""
+"""Security context of a container in such a pod."""
 
 
 def _reader(name: str, claim: str, image: str) -> dict[str, Any]:
-    """A pod that can look into a volume."""
+    """Return a pod that can read a volume."""
     container = {
         "name": "reader",
         "image": image,
@@ -431,41 +431,41 @@ class Run:
     name: str
 
     def get(self) -> dict[str, Any]:
-        """The object."""
+        """Return the object."""
         found = self.runs.get("trainingruns", self.name)
         assert found is not None, f"TrainingRun {self.name} is not there"
         return found
 
     def status(self) -> dict[str, Any]:
-        """Its status, empty before the first."""
+        """Return the status, or an empty mapping if there is none yet."""
         status: dict[str, Any] = self.get().get("status", {})
         return status
 
     def restarts(self) -> dict[str, int]:
-        """Cause → restarts, as the status counts them."""
+        """Return the number of restarts by cause, from the status."""
         found: dict[str, int] = self.status().get("restarts", {}).get("byCause", {})
         return found
 
     def patch(self, spec: Mapping[str, Any]) -> None:
-        """Change its spec, as a user would."""
+        """Change the spec as a user would."""
         self.runs.kubectl(
             "patch", RESOURCE, self.name, "--type=merge", "-p", json.dumps({"spec": spec})
         )
 
     def condition(self, kind: str) -> dict[str, Any]:
-        """A condition; empty if there is none."""
+        """Return a condition, or an empty mapping if there is none."""
         return next(
             (one for one in self.status().get("conditions", []) if one["type"] == kind), {}
         )
 
     def is_so(self, kind: str) -> bool:
-        """Whether a condition is True."""
+        """Return whether a condition is True."""
         return self.condition(kind).get("status") == "True"
 
     def wait_for_phase(self, *phases: str, seconds: float = PATIENCE) -> dict[str, Any]:
-        """The status once it is in one of ``phases``.
+        """Wait until the run is in one of ``phases``, and return its status.
 
-        Fails at once in a final phase that was not asked for.
+        Fails immediately if the run is in another final phase.
         """
 
         def reached() -> dict[str, Any] | None:
@@ -482,7 +482,7 @@ class Run:
         return found
 
     def wait_for_step(self, step: int, *, seconds: float = PATIENCE) -> None:
-        """Until this step stands in the run's own records."""
+        """Wait until the run's records contain ``step``."""
         wait_for(
             lambda: self.newest_step() >= step, f"{self.name}: step {step}", seconds=seconds
         )
@@ -490,7 +490,7 @@ class Run:
     # ---- pods ----------------------------------------------------------------------------------------------
 
     def pods(self, *, role: str = "node") -> list[dict[str, Any]]:
-        """Its pods, by index and attempt."""
+        """Return the pods, sorted by index and attempt."""
         found = self.runs.list("pods", f"{GROUP}/run={self.name},{GROUP}/role={role}")
         return sorted(
             found,
@@ -501,7 +501,7 @@ class Run:
         )
 
     def live_pods(self, *, role: str = "node") -> dict[int, dict[str, Any]]:
-        """Index → the pod that runs and is not being deleted."""
+        """Return the running pods that are not being deleted, by index."""
         return {
             int(pod["metadata"]["labels"].get(f"{GROUP}/index", 0)): pod
             for pod in self.pods(role=role)
@@ -512,7 +512,7 @@ class Run:
     def wait_for_pods(
         self, *indices: int, seconds: float = PATIENCE
     ) -> dict[int, dict[str, Any]]:
-        """Until just these indices run."""
+        """Wait until exactly these indices run."""
         found: dict[int, dict[str, Any]] = wait_for(
             lambda: pods if sorted(pods := self.live_pods()) == sorted(indices) else None,
             f"{self.name}: pods {indices} running",
@@ -523,7 +523,7 @@ class Run:
     def wait_for_attempt(
         self, index: int, attempt: int, *, seconds: float = PATIENCE
     ) -> dict[str, Any]:
-        """Until this attempt of a node runs; kubelets tell of an end some seconds later than peers."""
+        """Wait until this attempt of a node runs. Kubelets report an end some seconds later than peers do."""
         name = f"{self.name}-{index}-{attempt}"
         found: dict[str, Any] = wait_for(
             lambda: (
@@ -537,7 +537,7 @@ class Run:
         return found
 
     def wait_for_world(self, size: int, *, seconds: float = PATIENCE) -> None:
-        """Until ``size`` workers have written a step together."""
+        """Wait until a world of ``size`` workers has written a step."""
         wait_for(
             lambda: (self.rows() or [{}])[-1].get("world_size") == size,
             f"{self.name}: a world of {size}",
@@ -547,45 +547,45 @@ class Run:
     # ---- the volume ----------------------------------------------------------------------------------------
 
     def directory(self) -> Path:
-        """The run directory, as this machine sees it."""
+        """The run directory on this machine."""
         return self.runs.volume(self.claim()) / self.path()
 
     def claim(self) -> str:
-        """Name of its PVC."""
+        """The name of the run's PVC."""
         return str(self.get()["spec"].get("storage", {}).get("claimName", self.name))
 
     def path(self) -> str:
-        """Its folder in the volume."""
+        """The run's folder in the volume."""
         return str(self.get()["spec"].get("storage", {}).get("path", self.name))
 
     def rows(self) -> list[dict[str, Any]]:
-        """metrics.jsonl."""
+        """Return the rows of metrics.jsonl."""
         try:
             return read_rows(self.directory() / "metrics.jsonl")
         except (LookupError, OSError):
             return []
 
     def newest_step(self) -> int:
-        """The last step that was written down; -1 before the first."""
+        """Return the last written step, or -1 before the first step."""
         return max((row["step"] for row in self.rows()), default=-1)
 
     def checkpoints(self) -> list[str]:
-        """Names of its checkpoints."""
+        """Return the names of the checkpoints."""
         return sorted(one.name for one in (self.directory() / "checkpoints").glob("step-*"))
 
     def newest_checkpoint(self) -> int:
-        """The step of the newest complete checkpoint."""
+        """Return the step of the newest complete checkpoint."""
         return max(int(name.split("-")[1]) for name in self.checkpoints())
 
     # ---- what must hold ------------------------------------------------------------------------------------
 
     def repeated_steps(self) -> int:
-        """Rows of steps that were trained again."""
+        """Return the number of rows of repeated steps."""
         rows = self.rows()
         return len(rows) - len({row["step"] for row in rows})
 
     def expect_same_as(self, reference: Reference) -> None:
-        """Every step took the samples of the undisturbed run and, in exact mode, came to the same loss."""
+        """Check that every step has the same samples and the same loss as the undisturbed run."""
         rows = last_rows(self.rows())
         expected = reference.up_to(max(rows))
         assert sorted(rows) == sorted(step for step in expected if step <= max(rows))
@@ -596,7 +596,7 @@ class Run:
             assert row["loss"] == expected[step]["loss"], f"another loss in step {step}"
 
     def generations(self) -> Iterator[int]:
-        """Generations in the order in which they wrote."""
+        """Yield the generations in the order of their rows."""
         last = None
         for row in self.rows():
             if row["generation"] != last:

@@ -92,7 +92,7 @@ class ServerThread:
 
 
 class OperatorProcess:
-    """``python -m evergrad_operator`` against a server."""
+    """A process ``python -m evergrad_operator`` that uses a given server."""
 
     def __init__(
         self,
@@ -134,11 +134,11 @@ class OperatorProcess:
             )
 
     def wait_ready(self) -> None:
-        """Until /readyz says so."""
+        """Wait until /readyz reports ready."""
         wait_for(lambda: self.get("/readyz")[0] == 200, f"readiness: {self.text()}")
 
     def get(self, path: str) -> tuple[int, str]:
-        """Status and body; 0 where nobody listens."""
+        """Return HTTP status and body. The status is 0 if the connection is refused."""
         found = re.search(r"on port (\d+)", self.text())
         if not found:
             return 0, ""
@@ -160,7 +160,7 @@ class OperatorProcess:
         self.process.send_signal(number)
 
     def wait(self, seconds: float = PATIENCE) -> int:
-        """Until it has ended; its exit code."""
+        """Wait until the process has ended, and return its exit code."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -173,7 +173,7 @@ class OperatorProcess:
 
 
 def wait_for(is_true: Callable[[], bool], what: str, *, seconds: float = PATIENCE) -> None:
-    """Until it is true. Fails after so many seconds."""
+    """Wait until the condition is true. Fails after ``seconds``."""
     end = time.monotonic() + seconds
     while not is_true():
         assert time.monotonic() < end, f"did not come: {what}"
@@ -182,7 +182,7 @@ def wait_for(is_true: Callable[[], bool], what: str, *, seconds: float = PATIENC
 
 @contextlib.contextmanager
 def running(*processes: OperatorProcess) -> Iterator[None]:
-    """Nothing is left behind."""
+    """End all processes with the block."""
     try:
         yield
     finally:

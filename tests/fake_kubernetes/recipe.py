@@ -1,4 +1,4 @@
-"""A recipe that ``evergrad validate`` takes, with room for more nodes than any test has."""
+"""A recipe that ``evergrad validate`` accepts, with room for more nodes than any test uses."""
 
 from pathlib import Path
 from typing import Any

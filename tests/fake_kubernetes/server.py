@@ -1,6 +1,6 @@
-"""The Store over HTTP, as kopf and the official client ask it.
+"""Serves a Store over HTTP for kopf and the official client.
 
-``python -m fake_kubernetes.server PORT`` runs one.
+To run a server, use ``python -m fake_kubernetes.server PORT``.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class FakeServer:
-    """``tokens``: those that are taken, none for all. ``delay``: seconds before each answer."""
+    """``tokens``: accepted tokens; if empty, all are accepted. ``delay``: seconds before each answer."""
 
     def __init__(self, store: Store | None = None) -> None:
         self.store = store or Store()
@@ -25,16 +25,15 @@ class FakeServer:
         self.delay = 0.0
         self.requests: list[tuple[str, str]] = []
         self.writers: list[tuple[str, str]] = []
-        """Token and path of each request that was meant to change something, but for leases and questions
-        about rights."""
+        """Token and path of each write request, except leases and access reviews."""
         self.refused: set[str] = set()
-        """Resources that are answered with 403."""
+        """Resources whose requests are answered with 403."""
         self.answers: list[Callable[[], web.Response]] = []
-        """Given instead of what would be, once each."""
+        """Answers that replace the next regular answers, once each."""
         self.is_starting = False
-        """Whether /readyz answers 500, and questions about rights are answered with no."""
+        """Whether the server is starting: /readyz answers 500, and access reviews are denied."""
         self.page_size = 0
-        """Most objects in one page of a list; 0 for one page."""
+        """Maximum number of objects in one page of a list. 0 disables paging."""
         self._oldest = 0
         self._watchers: list[asyncio.Queue[tuple[str, str, Any] | None]] = []
         self._runner: web.AppRunner | None = None
@@ -56,13 +55,12 @@ class FakeServer:
             await self._runner.cleanup()
 
     def drop_watches(self) -> None:
-        """All watches end; what happens until they are back is not told."""
+        """End all watches. Clients miss the changes until they watch again."""
         for queue in self._watchers:
             queue.put_nowait(None)
 
     def expire_watches(self) -> None:
-        """All watches end, and what has happened before is too old to be told: who watches has to
-        list anew."""
+        """End all watches and expire their resource versions, so that clients must list again."""
         self._oldest = self.store.version
         self.drop_watches()
 
@@ -119,7 +117,7 @@ class FakeServer:
             items = store.list(plural, namespace, query.get("labelSelector", ""))
             key, _, value = query.get("fieldSelector", "").partition("=")
             if key:
-                # Every kind has this one, and nothing here asks for another.
+                # Every kind supports this field selector, and no client here uses another.
                 assert key == "metadata.name", key
                 items = [item for item in items if item["metadata"]["name"] == value]
             metadata = {"resourceVersion": str(store.version)}

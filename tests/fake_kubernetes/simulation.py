@@ -341,7 +341,7 @@ class Simulation:
 
 
 def crash_at(number: int, *, is_before: bool) -> tuple[Any, Any]:
-    """Hooks for a Store that kill the operator before or after its write of that number, from 0."""
+    """Return the Store hooks that kill the operator before or after its write ``number`` (from 0)."""
     count = [-1]
 
     def before(write: Write) -> None:
@@ -359,7 +359,7 @@ def crash_at(number: int, *, is_before: bool) -> tuple[Any, Any]:
 
 
 def make_trained() -> Simulation:
-    """A run whose nodes all train."""
+    """Return a simulation with a run whose nodes all train."""
     simulation = Simulation()
     simulation.create_run()
     simulation.settle()

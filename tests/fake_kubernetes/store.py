@@ -1,4 +1,4 @@
-"""Objects as an API server keeps them. Everything that happens is in ``writes`` and ``changes``."""
+"""Stores objects as an API server does. ``writes`` and ``changes`` record all activity."""
 
 import copy
 import itertools
@@ -25,7 +25,7 @@ KINDS = {
 
 
 class RefusedError(Exception):
-    """A request that is not done: HTTP status, reason, message."""
+    """Raised for a refused request: HTTP status, reason and message."""
 
     def __init__(
         self, status: int, reason: str, message: str = "", *, retry_after: int | None = None
@@ -41,7 +41,7 @@ class RefusedError(Exception):
 
 @dataclass
 class Write:
-    """One request that was meant to change something. ``has_changed``: it did."""
+    """One write request. ``has_changed``: whether it changed the object."""
 
     verb: str
     plural: str
@@ -51,7 +51,10 @@ class Write:
 
 @dataclass
 class Store:
-    """The objects. ``before`` is called before each write and may raise RefusedError; ``after`` after it."""
+    """The stored objects.
+
+    ``before`` is called before each write and may raise RefusedError. ``after`` is called after each write.
+    """
 
     objects: dict[Place, Raw] = field(default_factory=dict)
     changes: list[tuple[int, str, str, Raw]] = field(default_factory=list)
@@ -60,14 +63,14 @@ class Store:
     after: Callable[[Write], None] = lambda write: None
     on_change: Callable[[str, str, Raw], None] = lambda kind, plural, raw: None
     mutate: Callable[[str, Raw], None] = lambda plural, raw: None
-    """A webhook: changes what is created."""
+    """A mutating webhook, called for each created object."""
     clock: Callable[[], float] = lambda: datetime.now(UTC).timestamp()
     _versions: Any = field(default_factory=lambda: itertools.count(1000))
     _uids: Any = field(default_factory=lambda: itertools.count(1))
     version: int = 999
 
     def get(self, plural: str, namespace: str, name: str) -> Raw:
-        """A copy. Raises RefusedError 404."""
+        """Return a copy of the object. Raises RefusedError (404) if it does not exist."""
         found = self.objects.get((plural, namespace, name))
         if found is None:
             raise RefusedError(404, "NotFound", f"{plural} {name!r} not found")
@@ -76,7 +79,7 @@ class Store:
     def list(
         self, plural: str, namespace: str | None = None, selector: str = ""
     ) -> list[Raw]:
-        """Copies, in order of their names."""
+        """Return copies of the objects, sorted by name."""
         return [
             copy.deepcopy(raw)
             for (kind, where, _), raw in sorted(self.objects.items())
@@ -84,7 +87,7 @@ class Store:
         ]
 
     def create(self, plural: str, raw: Mapping[str, Any]) -> Raw:
-        """Raises RefusedError 409 where the name is taken."""
+        """Create an object. Raises RefusedError (409) if the name is in use."""
         body = copy.deepcopy(dict(raw))
         metadata = body["metadata"]
         place = plural, metadata.get("namespace", ""), metadata["name"]
@@ -114,8 +117,10 @@ class Store:
         subresource: str = "",
         verb: str = "patch",
     ) -> Raw:
-        """Server-side apply by one manager: what the intent says is so; what it said before and says no more
-        goes."""
+        """Apply an object server-side, with one field manager.
+
+        Fields that the previous intent set and the new intent omits are removed.
+        """
         body = copy.deepcopy(dict(raw))
         metadata = body["metadata"]
         place = plural, metadata.get("namespace", ""), metadata["name"]
@@ -150,7 +155,7 @@ class Store:
     def merge(
         self, plural: str, namespace: str, name: str, patch: Mapping[str, Any]
     ) -> Raw:
-        """A JSON merge patch."""
+        """Apply a JSON merge patch."""
         known = self.get(plural, namespace, name)
         write = self._begin("patch", (plural, namespace, name))
         wanted = (patch.get("metadata") or {}).get("resourceVersion")
@@ -162,7 +167,7 @@ class Store:
         return self._store("MODIFIED", (plural, namespace, name), new, write)
 
     def replace(self, plural: str, raw: Mapping[str, Any]) -> Raw:
-        """Raises RefusedError 409 unless the version is the newest."""
+        """Replace an object. Raises RefusedError (409) if its resource version is not the newest."""
         body = copy.deepcopy(dict(raw))
         place = plural, body["metadata"].get("namespace", ""), body["metadata"]["name"]
         known = self.get(*place)
@@ -182,7 +187,7 @@ class Store:
         uid: str | None = None,
         resource_version: str | None = None,
     ) -> Raw:
-        """Pods that run get a deletion timestamp, as with a grace; everything else goes."""
+        """Delete an object. A running pod only gets a deletion timestamp, as with a grace period."""
         self.get(plural, namespace, name)
         write = self._begin("delete", (plural, namespace, name))
         known = self.get(plural, namespace, name)
@@ -206,9 +211,9 @@ class Store:
     def remove(
         self, plural: str, namespace: str, name: str, *, is_silent: bool = False
     ) -> None:
-        """It is gone, and what it owns, too. ``is_silent``: no watch is told.
+        """Remove an object and the objects that it owns. ``is_silent``: send no watch event.
 
-        One with a finalizer stays, and is being deleted.
+        An object with a finalizer stays and gets a deletion timestamp.
         """
         known = self.objects[plural, namespace, name]
         if known["metadata"].get("finalizers"):
@@ -235,7 +240,7 @@ class Store:
     def change(
         self, plural: str, namespace: str, name: str, patch: Mapping[str, Any]
     ) -> Raw:
-        """Somebody else changes it, by a merge patch."""
+        """Apply a merge patch of another client."""
         known = self.objects[plural, namespace, name]
         new = merged(known, patch)
         if new.get("spec") != known.get("spec"):
@@ -271,7 +276,7 @@ class Store:
 
 
 def matches(raw: Mapping[str, Any], selector: str) -> bool:
-    """Whether the labels fit ``key`` or ``key=value``, comma-separated."""
+    """Return whether the labels match a comma-separated selector of ``key`` and ``key=value``."""
     labels = raw["metadata"].get("labels") or {}
     for part in filter(None, selector.split(",")):
         key, is_equal, value = part.partition("=")
@@ -281,7 +286,7 @@ def matches(raw: Mapping[str, Any], selector: str) -> bool:
 
 
 def merged(old: Any, patch: Any) -> Any:
-    """RFC 7386."""
+    """Return ``old`` with a JSON merge patch applied (RFC 7386)."""
     if not isinstance(patch, Mapping):
         return copy.deepcopy(patch)
     new = dict(copy.deepcopy(old)) if isinstance(old, Mapping) else {}

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests, spoken to in WebDriver's own protocol."""
+"""Runs a headless Chromium for tests, controlled with the WebDriver protocol."""
 
 import base64
 import contextlib
@@ -19,7 +19,7 @@ from patience import PATIENCE
 from PIL import Image
 
 PATIENCE_MS = 100_000
-"""Long enough for a busy machine."""
+"""Time limit in milliseconds, long enough for a busy machine."""
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -45,11 +45,11 @@ def _require(binary: str) -> str:
 
 
 class Browser:
-    """One headless browser session, spoken to in WebDriver's own protocol."""
+    """One headless browser session, controlled with the WebDriver protocol."""
 
     def __init__(self, port: int, profile: Path, binary: str) -> None:
         self._base = f"http://127.0.0.1:{port}"
-        # Chromium's page of a new tab would load a hundred files of its own while a test looks at requests.
+        # The default new-tab page would load about 100 files, which would disturb tests of requests.
         arguments = [*FLAGS, f"--user-data-dir={profile}", "about:blank"]
         options = {"binary": binary, "args": arguments}
         capabilities = {
@@ -73,7 +73,7 @@ class Browser:
             return json.load(answer)["value"]
 
     def tell(self, command: str, **parameters: Any) -> Any:
-        """A command of Chrome's own protocol."""
+        """Send a command of the Chrome DevTools protocol, and return its result."""
         return self._ask(
             "POST", "/goog/cdp/execute", {"cmd": command, "params": parameters}
         )
@@ -82,15 +82,15 @@ class Browser:
         self._ask("POST", "/url", {"url": url})
 
     def run(self, script: str) -> Any:
-        """What a script returns."""
+        """Run a script in the page, and return its result."""
         return self._ask("POST", "/execute/sync", {"script": script, "args": []})
 
     def log(self, kind: str) -> list[dict[str, Any]]:
-        """What has been logged since the last call."""
+        """Return the log entries since the last call."""
         return list(self._ask("POST", "/se/log", {"type": kind}))
 
     def requested(self) -> list[str]:
-        """URLs asked for since the last call, the browser's own pages left out."""
+        """Return the URLs requested since the last call, without the browser's internal pages."""
         messages = [
             json.loads(entry["message"])["message"] for entry in self.log("performance")
         ]
@@ -102,7 +102,10 @@ class Browser:
         ]
 
     def view(self, *, width: int, scheme: str, height: int = 900) -> Image.Image:
-        """A picture of the whole page at a width, in the light or dark scheme. ``height``: of the window."""
+        """Return a picture of the whole page.
+
+        ``width`` and ``height``: size of the window in pixels. ``scheme``: light or dark.
+        """
         self.tell(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -136,7 +139,7 @@ def wait(browser: Browser, condition: str) -> None:
 
 @contextlib.contextmanager
 def open_browser(directory: Path) -> Iterator[Browser]:
-    """A browser whose files are in ``directory``; it and its children end with the block."""
+    """Open a browser with its files in ``directory``. The browser and its children end with the block."""
     driver, binary = _require("chromedriver"), _require("chromium")
     environment = os.environ | {
         "HOME": str(directory),

@@ -32,7 +32,7 @@ for _folder in (_TESTS, _TESTS.parent / "tools", Path(__file__).parent):
 
 from patience import PATIENCE  # noqa: E402
 
-"""Longest life of one command; a hang fails its test instead of the suite."""
+"""Time limit of one command in seconds, so that a hang fails its test instead of the whole suite."""
 
 DONE, USER_ERROR, INTERNAL, STOPPED_SAVED, STOPPED_UNSAVED = 0, 64, 70, 75, 76
 Rows = dict[int, dict[str, Any]]
@@ -80,14 +80,14 @@ def fault(
     to: str = "self",
     seconds: float = 0.05,
 ) -> Fault:
-    """At the ``call``-th call (from 1) of ``at`` in ``rank`` (None: any): send a signal (``SIGTERM`` …),
-    ``sleep``, ``hold``: stand still until the file ``go-on`` is in the experiment's folder, or ``flip`` a bit
-    of a weight (at ``step``, once in an experiment).
+    """Plan a fault at the ``call``-th call (from 1; 0: every call) of ``at`` in ``rank`` (None: any rank).
 
-    ``to``: this process (``self``) or the ``command``; a worker that a node supervises is asked to stop
-    (SIGTERM) by way of the command in any case. ``call`` 0 means every call. After a signal the process
-    stands still until it has noticed, so that its next step is certain to know; ``seconds`` is how long it
-    sleeps.
+    ``action`` is a signal (for example ``SIGTERM``), ``sleep``, ``hold`` (wait until the file ``go-on`` is in
+    the experiment's folder), or ``flip`` (flip a bit of a weight at ``step``, once in an experiment).
+
+    ``to``: send the signal to this process (``self``) or to the ``command``. SIGTERM for a worker that a node
+    supervises is always sent to the command. After a signal the process waits until it has noticed the
+    signal, so that the next step always observes it. ``seconds``: time to sleep.
     """
     module, name = POINTS[at]
     return {
@@ -118,23 +118,23 @@ POINTS = {
 
 
 def constant(name: str, value: float) -> Fault:
-    """Another value of a module's constant, for a command and the workers that are forked from it."""
+    """Plan a new value of a module's constant, for a command and the workers that it forks."""
     module, _, name = name.rpartition(".")
     return {"module": module, "name": name, "action": "set", "value": value}
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How one command ended: its exit code (negative: the signal) and what it printed."""
+    """The result of one command: its exit code (negative: the signal) and its output."""
 
     code: int
     out: str
     err: str
 
     def expect(self, code: int) -> "Ended":
-        """Itself; fails, with all that was printed, unless it ended with ``code``.
+        """Return itself if the command ended with ``code``, else raise AssertionError with its output.
 
-        No end is ever told by a traceback.
+        The output must not contain a traceback.
         """
         assert self.code == code, (
             f"exit code {self.code} instead of {code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
@@ -146,18 +146,18 @@ class Ended:
 
 @dataclass
 class Started:
-    """A command that runs."""
+    """A running command."""
 
     pid: int
     scratch: Path
     ended: Ended | None = None
 
     def send(self, number: int) -> None:
-        """Send it a signal."""
+        """Send a signal to the command."""
         os.kill(self.pid, number)
 
     def wait(self, *, seconds: float = PATIENCE) -> Ended:
-        """How it ended; kills it if that takes too long."""
+        """Wait for the end and return the result. Kill the command after ``seconds``."""
         if self.ended is None:
             status = warm_process().ask(wait=self.pid, seconds=seconds)
             out, err = ((self.scratch / name).read_text() for name in ("stdout", "stderr"))
@@ -165,14 +165,14 @@ class Started:
         return self.ended
 
     def workers(self) -> list[int]:
-        """Process ids of the workers that a node of it has started first, in rank order."""
+        """Return the process IDs of the workers that a node started first, in rank order."""
         return [int(path.read_text()) for path in sorted(self.scratch.glob("worker-*.pid"))]
 
 
 class WarmProcess:
     """The process that forks commands.
 
-    Ends, with every command that is left, when this object's pipe closes.
+    When this object's pipe closes, the process kills all remaining commands and ends.
     """
 
     def __init__(self) -> None:
@@ -186,14 +186,14 @@ class WarmProcess:
         )
 
     def ask(self, **request: Any) -> Any:
-        """Send one request and wait for its answer."""
+        """Send one request, and return its answer."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(timeout=PATIENCE)
@@ -202,7 +202,7 @@ class WarmProcess:
 
 @functools.cache
 def warm_process() -> WarmProcess:
-    """The one of this test session."""
+    """Return the warm process of this test session."""
     process = WarmProcess()
     atexit.register(process.close)
     return process
@@ -230,7 +230,7 @@ def start_command(
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``base`` with ``changes`` laid over it, mappings key by key; a None removes."""
+    """Return ``base`` with ``changes`` merged into its mappings. A None value removes the key."""
     merged = dict(base)
     for key, value in changes.items():
         if value is None:
@@ -243,7 +243,7 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def recipe(**changes: Any) -> dict[str, Any]:
-    """``spec.training`` of a tiny run: 8 steps of 4 slots, one sample each, saved every 3 steps."""
+    """Return ``spec.training`` of a tiny run: 8 steps of 4 slots with one sample each, saved every 3 steps."""
     base = {
         "model": {"config": MODEL},
         "data": {
@@ -260,7 +260,7 @@ def recipe(**changes: Any) -> dict[str, Any]:
 
 
 def write_documents(path: Path, *, count: int = 60, seed: int = 0) -> Path:
-    """A JSONL file of ``count`` small documents."""
+    """Write a JSONL file of ``count`` small documents, and return its path."""
     source = random.Random(seed)
     texts = (" ".join(source.choices(WORDS, k=source.randint(3, 30))) for _ in range(count))
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -269,7 +269,7 @@ def write_documents(path: Path, *, count: int = 60, seed: int = 0) -> Path:
 
 @dataclass
 class Experiment:
-    """A directory with documents and manifests, in which runs live under ``runs/``."""
+    """A directory with documents and manifests. Run directories are under ``runs/``."""
 
     path: Path
     started: list[Started] = field(default_factory=list)
@@ -306,20 +306,20 @@ class Experiment:
         return command
 
     def run(self, *arguments: str, expect: int | None = DONE, **options: Any) -> Ended:
-        """``start`` and wait for the end, which must be by ``expect`` (None: whatever)."""
+        """Start a run, wait for its end, and check that its exit code is ``expect`` (None: any code)."""
         ended = self.start(*arguments, **options).wait()
         return ended if expect is None else ended.expect(expect)
 
     def command(self, *arguments: str) -> Ended:
-        """Any other command."""
+        """Run another command."""
         return start_command(arguments, cwd=self.path).wait()
 
     def at(self, directory: str = "tiny") -> Path:
-        """A run directory."""
+        """Return the path of a run directory."""
         return self.path / "runs" / directory
 
     def close(self) -> None:
-        """Leave no process behind, whatever a test did."""
+        """Kill all processes that the test left behind."""
         for command in self.started:
             if command.ended is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -328,7 +328,7 @@ class Experiment:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; of a file that is being written, its finished lines."""
+    """Return the objects of a JSON-lines file. Ignore an incomplete last line of a file in use."""
     if not path.exists():
         return []
     return [
@@ -339,29 +339,29 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def metric_rows(directory: Path) -> list[dict[str, Any]]:
-    """All rows of ``metrics.jsonl``."""
+    """Return all rows of ``metrics.jsonl``."""
     return read_lines(directory / "metrics.jsonl")
 
 
 def steps_of(directory: Path) -> list[int]:
-    """The steps in the order they were trained, repeated ones too."""
+    """Return the steps in the order in which they were trained, including repeated steps."""
     return [row["step"] for row in metric_rows(directory)]
 
 
 def curve(directory: Path) -> Rows:
-    """The rows that count, by step: the last one of each."""
+    """Return the last row of each step, by step."""
     return {row["step"]: row for row in metric_rows(directory)}
 
 
 def events(directory: Path, type_: str) -> list[dict[str, Any]]:
-    """Events of one type."""
+    """Return the events of one type."""
     return [
         event for event in read_lines(directory / "events.jsonl") if event["type"] == type_
     ]
 
 
 def checkpoints(directory: Path) -> list[int]:
-    """Steps of the published checkpoints, ascending."""
+    """Return the steps of the published checkpoints, in ascending order."""
     return sorted(
         int(path.name.split("-")[1].split(".")[0])
         for path in (directory / "checkpoints").glob("step-*")
@@ -374,8 +374,10 @@ EXACT = ("sample_hash", "loss", "grad_norm", "learning_rate", "tokens", "valid_t
 def assert_same_curve(
     one: Path, other: Path, *, exact: bool = True, tolerance: float = 1e-5
 ) -> None:
-    """Both runs trained the same steps on the same samples, with equal losses: bit by bit, or within
-    ``tolerance`` relative."""
+    """Check that both runs trained the same steps on the same samples with equal losses.
+
+    If not exact, losses may differ by the relative ``tolerance``.
+    """
     a, b = curve(one), curve(other)
     assert sorted(a) == sorted(b)
     for step in sorted(a):
@@ -393,7 +395,7 @@ def assert_same_curve(
 
 
 def final_state(directory: Path, *, prefix: str = "") -> dict[str, Any]:
-    """The tensors of the newest checkpoint."""
+    """Return the tensors of the newest checkpoint."""
     from plain_state import read_plain_state
 
     from evergrad_trainer.checkpoint.weights import hold_checkpoint
@@ -403,7 +405,7 @@ def final_state(directory: Path, *, prefix: str = "") -> dict[str, Any]:
 
 
 def assert_same_state(one: Path, other: Path, *, prefix: str = "") -> None:
-    """The newest checkpoints of both runs hold the same bits."""
+    """Check that the newest checkpoints of both runs are identical bit by bit."""
     import torch
 
     a, b = final_state(one, prefix=prefix), final_state(other, prefix=prefix)
@@ -417,7 +419,7 @@ def assert_same_state(one: Path, other: Path, *, prefix: str = "") -> None:
 def wait_until(
     condition: Callable[[], Any], *, seconds: float = PATIENCE, what: str = ""
 ) -> Any:
-    """The first true value of ``condition``, looked at every millisecond."""
+    """Return the first true value of ``condition``, which is checked every millisecond."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         value = condition()
@@ -428,7 +430,7 @@ def wait_until(
 
 
 def _serve() -> None:
-    """The warm process: fork for ``spawn``, reap for ``wait``, kill what is left at the end of input."""
+    """Run the warm process: fork for ``spawn``, reap for ``wait``, and kill what remains at the end of input."""
     import transformers.models.llama.modeling_llama  # noqa: F401
     from transformers import AutoModelForCausalLM  # noqa: F401
 
@@ -439,8 +441,8 @@ def _serve() -> None:
 
     command_line.build_whole_parser()
 
-    # Drawing takes ten times as long as these runs and has tests of its own: a run draws nothing, and the
-    # command for reports does.
+    # Drawing takes ten times as long as these runs, and other tests cover it. Runs draw no report; only the
+    # report command does.
     draw = report.write_report
     report.write_report = lambda directory, **given: (
         draw(directory, **given)
@@ -481,7 +483,7 @@ def _reap(pid: int, seconds: float) -> int:
 
 
 def _run_command(task: dict[str, Any]) -> None:
-    """A forked child: the command line, its output in files."""
+    """Run the command line in a forked child, with its output in files."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     for number, path in enumerate(
         (os.devnull, f"{task['scratch']}/stdout", f"{task['scratch']}/stderr")
@@ -509,7 +511,7 @@ def _run_command(task: dict[str, Any]) -> None:
 
 
 _signals: list[Any] = []
-"""In a forked child: the catcher of its signals."""
+"""The signal handlers of a forked child."""
 
 
 def _remember_signals() -> None:
@@ -539,7 +541,7 @@ class _Place:
         )
 
     def has_noticed(self) -> bool:
-        """Whether this process knows that it is to stop."""
+        """Return whether this process has noticed the request to stop."""
         return any(one.is_requested for one in _signals) or any(
             one.is_changing() for one in self.watchdogs
         )
@@ -568,7 +570,7 @@ def _remember_place(scratch: Path) -> None:
 
 
 def _flip_once(stepper: Any) -> None:
-    """One bit of one weight that this rank holds, as a cosmic ray would."""
+    """Flip one bit of one weight of this rank, to simulate a memory error."""
     torch = importlib.import_module("torch")
     flipped = Path("flipped")
     if flipped.exists():
@@ -580,7 +582,7 @@ def _flip_once(stepper: Any) -> None:
 
 
 def _plan_fault(planned: Fault) -> None:
-    """Put the fault before the function it belongs to; workers that are forked inherit it."""
+    """Install the fault before its function. Workers that are forked later inherit it."""
     owner = importlib.import_module(planned["module"])
     if planned["action"] == "set":
         assert hasattr(owner, planned["name"])

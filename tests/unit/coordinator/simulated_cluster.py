@@ -1,8 +1,7 @@
-"""Nodes, connections and time around the pure rules: what a cluster can do to them, and what must hold
-whatever it does.
+"""Simulates nodes, connections and time around the coordinator's pure rules, and checks the invariants.
 
-A simulated node is a supervisor with its workers. A group trains a step whenever all of its members can; that
-only the newest group ever does is checked at each of them.
+A simulated node is a supervisor with its workers. A group trains a step when all its members can run. At each
+step, the simulation checks that only the newest group trains.
 """
 
 import dataclasses
@@ -55,11 +54,11 @@ QUICK = {
     "up_limit_seconds": 2.0,
     "longest_hold_seconds": 2.0,
 }
-"""Times that make a simulation short; their order is that of the defaults."""
+"""Short times for the simulation, in the same order of size as the defaults."""
 
 
 def make_settings(**changes: Any) -> GroupSettings:
-    """Two to four nodes, three expected."""
+    """Return settings for 2 to 4 nodes, with 3 expected."""
     values: dict[str, Any] = {
         "run": "r",
         "min_nodes": 2,
@@ -74,7 +73,7 @@ def make_settings(**changes: Any) -> GroupSettings:
 
 @dataclass
 class FakeNode:
-    """One process of one node. ``auto``: which messages it answers by itself."""
+    """One process of one node. ``auto``: the messages that it answers automatically."""
 
     cluster: "Cluster"
     name: str
@@ -88,14 +87,14 @@ class FakeNode:
     is_cut: bool = False
     is_leaving: bool = False
     has_answered: bool = True
-    """Answers plans, and comes up after a go. False for one that hangs."""
+    """Whether the node answers plans and comes up after a Go message. False if it hangs."""
     known: int = 0
     ready_for: int = 0
     heard_at: float = 0.0
     retry_at: float = 0.0
     soft: Plan | None = None
     alone: int = 0
-    """Ticks in a group that is not whole."""
+    """Number of ticks in an incomplete group."""
     outbox: deque[Message] = field(default_factory=deque)
     inbox: deque[Message] = field(default_factory=deque)
     received: list[Message] = field(default_factory=list)
@@ -104,16 +103,16 @@ class FakeNode:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Node and incarnation."""
+        """The node's name and incarnation."""
         return self.name, self.incarnation
 
     @property
     def can_run(self) -> bool:
-        """Whether its workers make progress."""
+        """Whether the workers make progress."""
         return self.is_alive and not self.is_frozen
 
     def connect(self) -> None:
-        """Say hello on a new connection."""
+        """Open a connection and send Hello."""
         cluster = self.cluster
         cluster.num_peers += 1
         self.peer = cluster.num_peers
@@ -135,7 +134,7 @@ class FakeNode:
         cluster.carry_out(events.on_hello(cluster.group, self.peer, hello, now=cluster.now))
 
     def disconnect(self) -> None:
-        """The connection ends, and the coordinator sees it."""
+        """Close the connection, and notify the coordinator."""
         peer, self.peer = self.peer, None
         self.retry_at = self.cluster.now + 0.15
         if peer is not None and self.cluster.peers.pop(peer, None) is not None:
@@ -146,7 +145,7 @@ class FakeNode:
             )
 
     def say(self, message: Message) -> None:
-        """Heard at once, or once the way is free again, if the connection still stands then."""
+        """Send a message. If the node is cut off or frozen, queue it until the node acts again."""
         if self.peer is None or self.peer not in self.cluster.peers:
             return
         if self.is_cut or self.is_frozen:
@@ -159,7 +158,7 @@ class FakeNode:
             )
 
     def get_ready(self, generation: int) -> None:
-        """All workers are out of any group."""
+        """Take all workers out of their group, and get ready for ``generation``."""
         self.group, self.soft = None, None
         if self.peer is None:
             return
@@ -167,7 +166,7 @@ class FakeNode:
         self.say(Ready(generation, self.workers, 1000 + int(self.name), self.step))
 
     def die(self, code: int | None = None) -> None:
-        """The process and its workers are gone; a node that is cut off is not seen to end."""
+        """End the process and its workers. If the node is cut off, the coordinator does not notice."""
         self.is_alive, self.group, self.exit_code = False, None, code
         if not self.is_cut:
             self.disconnect()

@@ -1,4 +1,4 @@
-"""One run in a small world without a cluster: what is planned is done, what happens is told; the clock is a
+"""Simulates one run without a cluster: plans are carried out in memory, tests add events, and the clock is a
 number."""
 
 import copy
@@ -51,7 +51,7 @@ CONFIG = Config(
 
 
 def make_run(name: str = "docs-lm", **spec: Any) -> dict[str, Any]:
-    """A TrainingRun as the API server has it. ``spec`` replaces parts of its spec."""
+    """Return a TrainingRun as the API server stores it. ``spec`` replaces parts of its spec."""
     return {
         "apiVersion": names.API_VERSION,
         "kind": names.KIND,
@@ -74,7 +74,7 @@ def make_run(name: str = "docs-lm", **spec: Any) -> dict[str, Any]:
 def make_progress(
     attempt: int = 0, *, phase: str = "Running", **fields: Any
 ) -> CoordinatorStatus:
-    """What a coordinator says. Names as on the wire."""
+    """Return a coordinator's status. The names are those of the wire format."""
     nodes = {"min": 2, "max": 3, "ready": 3, "connected": 3, **fields.pop("nodes", {})}
     return parse_progress(
         {"phase": phase, "reason": "AllMembersUp", "nodes": nodes, **fields},
@@ -83,11 +83,11 @@ def make_progress(
 
 
 class OperatorDiedError(Exception):
-    """Between two writes."""
+    """Raised between two writes to simulate the operator's death."""
 
 
 class Simulation:
-    """One run, its children, and what happens to them."""
+    """One run, its child objects and its pods."""
 
     def __init__(
         self,
@@ -105,35 +105,35 @@ class Simulation:
         self.others: list[dict[str, Any]] = []
         self.progress: CoordinatorStatus | None = None
         self._stale: CoordinatorStatus | None = None
-        """The answer that was there when a pod ended: it was asked for before that."""
+        """The coordinator's last answer when a pod ended. It is older than the end."""
         self._counter: tuple[int, ProgressCounter] | None = None
-        """The coordinator's attempt, and its count of steps."""
+        """The coordinator's attempt, and its counter of steps."""
         self.group_kind: Kind | None = None
-        """The PodGroup that the API server has."""
+        """The kind of PodGroup that the API server serves."""
         self.failures: list[ApplyFailure] = []
         self.users: frozenset[str] | None = None
-        """Names of the runs that keep their files on the claim."""
+        """Names of the runs that store files on the claim."""
         self.troubled: tuple[str, ...] = ()
-        """Hosts that other runs have had trouble with."""
+        """Hosts on which other runs have failed."""
         self.events: list[KubernetesEvent] = []
         self.created: list[str] = []
         self.gone: list[tuple[dict[str, Any], float]] = []
-        """Pods that were deleted, as they were last, and when."""
+        """The last version of each deleted pod, and its deletion time."""
         self.lives: dict[str, tuple[float, float | None]] = {}
-        """Times of creation and end of every pod but coordinators', as the API server has shown them."""
+        """Creation and end time of every pod except coordinators, as shown by the API server."""
         self.decision: Decision
         self.plan: ObjectPlan
         self.is_deleted = False
         """Whether the operator has deleted the run itself."""
         self.writes = 0
         self.writes_left: int | None = None
-        """After so many writes the operator dies before the next one."""
+        """Number of writes after which the operator dies, before the next write."""
         self._serials = itertools.count()
 
     # ---- the operator --------------------------------------------------------------------------------------
 
     def look(self) -> Observation:
-        """What the operator sees now. The coordinator notices who is gone."""
+        """Return the operator's current observation. The coordinator notices lost nodes first."""
         is_answer_new = self.progress is not self._stale
         if self.progress is not None:
             staying = [
