@@ -52,8 +52,10 @@ def write_lines(path: Path, rows: Sequence[Row]) -> None:
 
 
 def write_corpus(folder: Path, *, train: int = 6, test: int = 2) -> Path:
-    """Windows of chr1 to train on and of chr2 as the split test; four population edits in each, and a clinical
-    one in every second."""
+    """Write training windows of chr1 and test windows of chr2.
+
+    Each window has four population edits, and every second window also has a clinical edit.
+    """
     for chromosome, split, count in (("chr1", "train", train), ("chr2", "test", test)):
         genome = bases(count * LENGTH, seed=len(split))
         windows, population, clinical = [], [], []

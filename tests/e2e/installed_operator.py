@@ -1,4 +1,4 @@
-"""The operator in a cluster, installed by Helm as a user would: killed, upgraded and taken away by tests."""
+"""Installs the operator with Helm as a user would. Tests kill, upgrade and uninstall it."""
 
 import contextlib
 import subprocess
@@ -32,7 +32,7 @@ class Operator:
     """Whether it was installed anew since somebody looked."""
 
     def helm(self, *arguments: str, seconds: float = PATIENCE + 60) -> str:
-        """Run helm; what it prints."""
+        """Run helm, and return its output."""
         command = [
             str(self.cluster.helm),
             "--kubeconfig",
@@ -107,14 +107,14 @@ class Operator:
         return done.stdout
 
     def pods(self) -> list[dict[str, Any]]:
-        """All its pods."""
+        """Return all pods of the operator."""
         found: list[dict[str, Any]] = self.cluster.api.get(
             f"/api/v1/namespaces/{self.namespace}/pods?labelSelector={quote(SELECTOR)}"
         )["items"]
         return found
 
     def pod(self) -> dict[str, Any]:
-        """Its newest pod."""
+        """Return the newest pod of the operator."""
         items = self.pods()
         assert items, "the operator has no pod"
         newest: dict[str, Any] = max(
@@ -123,11 +123,11 @@ class Operator:
         return newest
 
     def restarts(self) -> dict[str, int]:
-        """Pod → restarts of its containers."""
+        """Return the number of container restarts by pod."""
         return {pod["metadata"]["name"]: count_restarts(pod) for pod in self.pods()}
 
     def is_ready(self) -> bool:
-        """Whether a pod of it is ready."""
+        """Return whether a pod of the operator is ready."""
         with contextlib.suppress(AssertionError, OSError):
             pod = self.pod()
             conditions = {
@@ -140,11 +140,11 @@ class Operator:
         return False
 
     def wait_until_ready(self) -> None:
-        """After it was killed or upgraded."""
+        """Wait until the operator is ready after a kill or an upgrade."""
         wait_for(self.is_ready, "the operator's readiness")
 
     def wait_for_rollout(self) -> None:
-        """After an upgrade or a rollback by somebody who did not wait."""
+        """Wait for the rollout of an upgrade or a rollback that was started without waiting."""
         self.kubectl("rollout", "status", "deployment", "-l", SELECTOR, "--timeout=600s")
         self.wait_until_ready()
 
@@ -164,7 +164,7 @@ class Operator:
 
     @contextlib.contextmanager
     def gone(self) -> Iterator[None]:
-        """Without any operator inside the block."""
+        """Run the block without an operator."""
         self.kubectl("scale", "deployment", "-l", SELECTOR, "--replicas=0")
         wait_for(lambda: not self.pods(), "the operator's end")
         try:
@@ -174,7 +174,7 @@ class Operator:
             self.wait_until_ready()
 
     def logs(self) -> str:
-        """What it has logged."""
+        """Return the operator's log."""
         return self.kubectl("logs", "-l", SELECTOR, "--tail=-1")
 
     def log_of(self, pod: str, *, previous: bool = False) -> str:
@@ -184,7 +184,7 @@ class Operator:
         )
 
     def metrics(self) -> str:
-        """Its /metrics."""
+        """Return the operator's /metrics."""
         pod = self.pod()
         with urllib.request.urlopen(
             f"http://{join_address(pod['status']['podIP'], 8080)}/metrics", timeout=PATIENCE
@@ -198,7 +198,7 @@ class Operator:
 
 
 def install(cluster: Any) -> Operator:
-    """Images into the cluster, chart installed, operator ready."""
+    """Load the images, install the chart, and wait until the operator is ready."""
     operator_image, trainer_image = cluster.product_images()
     one = Operator(cluster, operator_image, trainer_image)
     one.upgrade()

@@ -1,9 +1,7 @@
-"""What must hold of the operator after every test: no container of it has restarted, and its log holds no
-unexpected error.
+"""Checks the operator after every test: no container has restarted, and its log has no unexpected error.
 
-A test that ends the operator on purpose is marked ``operator_ends``. A test that makes the operator meet
-errors names them: ``operator_errors("pattern", ...)``, regular expressions that are searched for in a record
-of its log.
+A test that ends the operator on purpose is marked ``operator_ends``. A test that causes errors in the operator
+lists them with ``operator_errors("pattern", ...)``: regular expressions that are searched in each log record.
 """
 
 import re
@@ -12,30 +10,30 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 API_AWAY = r"Request attempt #\d+(/\d+)? failed"
-"""kopf's error for an API server that does not answer."""
+"""kopf's error if the API server does not answer."""
 _RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (?P<level>[A-Z]+) ")
 _TRACEBACK = "Traceback (most recent call last)"
 
 
 class Watched(Protocol):
-    """What is asked of the operator under test."""
+    """The interface of the operator under test."""
 
     def pods(self) -> list[dict[str, Any]]:
-        """All its pods."""
+        """Return all pods of the operator."""
 
     def log_of(self, pod: str, *, previous: bool = False) -> str:
-        """What a pod of it has logged; ``previous``: before its container restarted."""
+        """Return the log of a pod. ``previous``: the log before its container restarted."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What has happened to the operator since the last look."""
+    """The restarts and errors of the operator since the last check."""
 
     ended: list[str]
     errors: list[str]
 
     def without(self, patterns: Iterable[str], *, may_end: bool) -> list[str]:
-        """What nobody has declared as expected."""
+        """Return the findings that the test has not declared as expected."""
         patterns = list(patterns)
         errors = [
             error
@@ -47,7 +45,7 @@ class Found:
 
 @dataclass
 class OperatorWatch:
-    """Looks at the operator once after each test, and compares with the look before."""
+    """Checks the operator after each test, and compares it with the previous check."""
 
     operator: Watched
     _restarts: dict[str, int] = field(
@@ -58,7 +56,7 @@ class OperatorWatch:
     )  # pod → characters of its log that were looked at
 
     def look(self) -> Found:
-        """Everything that is new."""
+        """Return all new findings."""
         pods = [pod for pod in self.operator.pods() if _is_there(pod)]
         restarts = {pod["metadata"]["name"]: count_restarts(pod) for pod in pods}
 
@@ -86,7 +84,7 @@ class OperatorWatch:
 
 
 def count_restarts(pod: dict[str, Any]) -> int:
-    """Restarts of all containers of a pod."""
+    """Return the number of restarts of all containers of a pod."""
     return sum(
         int(one.get("restartCount", 0))
         for one in pod.get("status", {}).get("containerStatuses", [])
@@ -94,7 +92,7 @@ def count_restarts(pod: dict[str, Any]) -> int:
 
 
 def _is_there(pod: dict[str, Any]) -> bool:
-    """Whether a pod is neither over nor on its way out."""
+    """Return whether a pod has not ended and is not being deleted."""
     return "deletionTimestamp" not in pod["metadata"] and pod.get("status", {}).get(
         "phase"
     ) not in (
@@ -104,7 +102,7 @@ def _is_there(pod: dict[str, Any]) -> bool:
 
 
 def find_errors(log: str) -> list[str]:
-    """Records of a text log that are errors or hold a traceback, each with all its lines."""
+    """Return the log records that are errors or contain a traceback, each with all its lines."""
     return [
         text
         for level, text in _read_records(log)

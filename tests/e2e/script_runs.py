@@ -1,4 +1,4 @@
-"""A script of torch's own collectives, which trains on two nodes until its test lets it finish."""
+"""Runs a script that uses torch's collectives on two nodes until its test lets it finish."""
 
 from typing import Any
 
@@ -47,12 +47,12 @@ def start_script(runs: Runs, name: str) -> Run:
 
 
 def step_of(run: Run) -> int:
-    """The step that the script has reported last, as the status has it."""
+    """Return the last step that the script reported, from the status."""
     return int(run.status().get("progress", {}).get("step") or 0)
 
 
 def finish(run: Run) -> dict[str, Any]:
-    """Let it finish; the status of the complete run."""
+    """Let the script finish, and return the status of the complete run."""
     pod = run.live_pods()[0]["metadata"]["name"]
     command = ("python", "-c", f"open({_mark_of(run.name)!r}, 'w')")
     run.runs.kubectl("exec", pod, "-c", "trainer", "--", *command)
@@ -60,5 +60,5 @@ def finish(run: Run) -> dict[str, Any]:
 
 
 def _mark_of(name: str) -> str:
-    """The file whose presence ends the script."""
+    """Return the file that ends the script when it exists."""
     return f"/volume/{name}/finish"

@@ -1,4 +1,4 @@
-"""Fixtures that processes of real runs share."""
+"""Fixtures for tests with processes of real runs."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def experiment(tmp_path: Path) -> Iterator[Any]:
-    """A fresh directory with documents and the manifest of the tiny run."""
+    """Return a new directory with documents and the manifest of the tiny run."""
     import run_helpers
 
     one = run_helpers.Experiment(tmp_path)
@@ -23,7 +23,7 @@ def experiment(tmp_path: Path) -> Iterator[Any]:
 def make_experiment(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[], Any]]:
-    """Directories that the tests of one module share."""
+    """Return a factory of directories that the tests of one module share."""
     import run_helpers
 
     made: list[Any] = []
@@ -42,8 +42,7 @@ def make_experiment(
 
 @pytest.fixture
 def make_cluster(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Starts a coordinator with these arguments; all processes of its cluster end with the test, also when it
-    fails."""
+    """Return a factory that starts a coordinator. All processes of its cluster end with the test."""
     import rendezvous_cluster
 
     made: list[Any] = []
@@ -63,8 +62,10 @@ def make_cluster(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The experiment of the elastic tests: its run directory ``undisturbed`` was trained by one process in
-    peace."""
+    """Return the experiment of the elastic tests.
+
+    One undisturbed process has trained its run directory ``undisturbed``.
+    """
     import elastic_helpers
     import run_helpers
 
@@ -78,8 +79,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def whole_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
-    """The experiment of a recipe, made once: its run directory ``undisturbed`` was trained by one process in
-    peace."""
+    """Return a function that returns a recipe's experiment, which is created once.
+
+    One undisturbed process has trained its run directory ``undisturbed``.
+    """
     import elastic_helpers
     import recipe_runs
     import run_helpers
@@ -100,7 +103,7 @@ def whole_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
 
 @pytest.fixture
 def make_elastic(undisturbed: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Makes a cluster that is not started yet; all its processes end with the test, also when it fails."""
+    """Return a factory of clusters that are not started yet. Their processes end with the test."""
     import elastic_helpers
 
     made: list[Any] = []

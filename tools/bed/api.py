@@ -1,5 +1,4 @@
-"""A small client of the API server from the standard library alone: JSON in, JSON out, watches as
-generators."""
+"""A small API server client that uses only the standard library. Watches are generators."""
 
 import base64
 import http.client
@@ -18,7 +17,7 @@ Object = dict[str, Any]
 
 
 class ApiError(Exception):
-    """The API server refused: `status` is the HTTP code, `reason` its word for it."""
+    """Raised if the API server refuses a request. `status`: HTTP code. `reason`: the server's reason."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(f"{status} {reason}: {message}")
@@ -27,7 +26,7 @@ class ApiError(Exception):
 
 
 class Api:
-    """One API server, as a kubeconfig's current context says. Paths as in `kubectl get --raw`."""
+    """The API server of a kubeconfig's current context. Paths are those of `kubectl get --raw`."""
 
     def __init__(self, kubeconfig: Path) -> None:
         content = yaml.safe_load(kubeconfig.read_text())
@@ -55,7 +54,7 @@ class Api:
         if all(pair):
             with tempfile.NamedTemporaryFile(
                 "w", suffix=".pem"
-            ) as file:  # ssl reads a client's pair from files only
+            ) as file:  # ssl reads client certificates only from files
                 file.write("\n".join(pair))
                 file.flush()
                 self._tls.load_cert_chain(file.name)
@@ -69,9 +68,9 @@ class Api:
         kind: str = "application/json",
         timeout: float = 30,
     ) -> Any:
-        """One exchange; the decoded answer (text where it is no JSON).
+        """Send one request, and return the decoded answer (text if the answer is not JSON).
 
-        Raises ApiError, OSError where nobody answers.
+        Raises ApiError if the server refuses the request, and OSError if it cannot be reached.
         """
         connection = self._connection(timeout)
         try:
@@ -92,26 +91,26 @@ class Api:
         return self.request("GET", path)
 
     def create(self, path: str, body: Object) -> Object:
-        """POST to a collection."""
+        """Create an object with a POST to its collection."""
         created: Object = self.request("POST", path, body)
         return created
 
     def patch(
         self, path: str, body: Object, *, kind: str = "application/merge-patch+json"
     ) -> Object:
-        """A merge patch (or another kind) of one object or its subresource."""
+        """Patch an object or its subresource, by default with a merge patch."""
         patched: Object = self.request("PATCH", path, body, kind=kind)
         return patched
 
     def apply(self, path: str, body: Object, *, manager: str = "bed") -> Object:
-        """Server-side apply, forced."""
+        """Apply an object server-side, with force."""
         query = urlencode({"fieldManager": manager, "force": "true"})
         return self.patch(f"{path}?{query}", body, kind="application/apply-patch+yaml")
 
     def delete(self, path: str, **options: Any) -> None:
-        """Delete; what is gone already is as wanted.
+        """Delete an object. Does nothing if the object does not exist.
 
-        `options` as in DeleteOptions, for instance gracePeriodSeconds=0.
+        `options` are fields of DeleteOptions, for example gracePeriodSeconds=0.
         """
         try:
             self.request("DELETE", path, options or None)
@@ -120,7 +119,7 @@ class Api:
                 raise
 
     def is_there(self, path: str) -> bool:
-        """Whether the object exists; False also while nobody answers."""
+        """Return whether the object exists. Returns False if the server cannot be reached."""
         try:
             self.get(path)
         except (ApiError, OSError):
@@ -128,8 +127,10 @@ class Api:
         return True
 
     def watch(self, path: str, *, seconds: int = 300) -> Iterator[tuple[str, Object]]:
-        """("ADDED" | "MODIFIED" | "DELETED", object): what exists first, then what changes; starts anew after
-        every break."""
+        """Yield ("ADDED" | "MODIFIED" | "DELETED", object): existing objects first, then changes.
+
+        The watch starts again after every interruption.
+        """
         while True:
             try:
                 listed = self.get(path)
@@ -179,8 +180,10 @@ def _error(status: int, text: str) -> ApiError:
 
 
 def _text(section: Object, name: str, folder: Path) -> str:
-    """The content of `name`, given in the kubeconfig itself or as a file beside it; empty when it is not
-    given."""
+    """Return the content of `name` from the kubeconfig or from the file that it references.
+
+    Returns an empty text if the kubeconfig has neither.
+    """
     data = section.get(f"{name}-data")
     if data:
         return base64.b64decode(data).decode()

@@ -1,5 +1,4 @@
-"""What can go wrong with a cluster, done on purpose: containers, nodes, links, kubelets, API
-server and etcd."""
+"""Injects faults into a bed: containers, nodes, links, kubelets, the API server and etcd."""
 
 import os
 import signal as signals
@@ -19,18 +18,18 @@ OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a container, seen from outside."""
+    """A process of a container, with its process ID on the machine."""
 
     pid: int
     command: str
 
     def kill(self, signal: int = signals.SIGKILL) -> None:
-        """Send it a signal."""
+        """Send a signal to the process."""
         os.kill(self.pid, signal)
 
 
 class Faults:
-    """Faults of a bed that is up. `restore` undoes whatever was done."""
+    """Injects faults into a running bed. `restore` undoes all faults."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -41,9 +40,9 @@ class Faults:
     def processes(
         self, namespace: str, pod: str, container: str | None = None
     ) -> list[Process]:
-        """The processes of a pod's container (by default its first), the main one first.
+        """Return the processes of a pod's container (default: the first container), the main process first.
 
-        BedError where none runs.
+        Raises BedError if no process runs.
         """
         found = self._api.get(f"/api/v1/namespaces/{namespace}/pods/{pod}")
         statuses = found["status"].get("containerStatuses", []) + found["status"].get(
@@ -75,20 +74,19 @@ class Faults:
     def kill_container(
         self, namespace: str, pod: str, container: str | None = None
     ) -> None:
-        """SIGKILL of a container's main process, as the kernel or an operator of the node would: exit code
-        137."""
+        """Send SIGKILL to a container's main process, as the kernel does. The exit code is 137."""
         self.processes(namespace, pod, container)[0].kill()
 
     # Nodes
 
     def kill_node(self, name: str) -> None:
-        """Power off: containers, kubelet and all end at once."""
+        """Power off the node: all its processes end, including containers and the kubelet."""
         boxes.kill(node_named(name).name)
 
     def start_node(self, name: str, *, wait: bool = True) -> None:
-        """Power on: the same disk, nothing running.
+        """Power on the node, with the same disk and no running containers.
 
-        Returns when the node is Ready, unless told not to wait.
+        Returns when the node is Ready, or immediately if `wait` is False.
         """
         entry = node_named(name)
         node.start_box(entry)
@@ -99,28 +97,28 @@ class Faults:
             self.wait_ready(name)
 
     def restart_node(self, name: str, *, wait: bool = True) -> None:
-        """A reboot: off, and on at once."""
+        """Reboot the node: power it off and on."""
         self.kill_node(name)
         self.start_node(name, wait=wait)
 
     def freeze_node(self, name: str) -> None:
-        """Every process of the node stops, containers included; none of them notices."""
+        """Freeze all processes of the node, including containers."""
         cgroups.set_frozen(node_named(name).name, True)
 
     def thaw_node(self, name: str, *, wait: bool = True) -> None:
-        """Every process goes on where it stopped."""
+        """Resume all processes of a frozen node."""
         cgroups.set_frozen(node_named(name).name, False)
         if wait:
             self.wait_ready(name)
 
     def partition_node(self, name: str) -> None:
-        """The node's cable is out: nobody reaches it, what runs there runs on."""
+        """Disconnect the node from the network. Its processes continue to run."""
         boxes.network(
             boxes.pid_of(boxes.CONTROL), [f"link set v{node_named(name).name} down"]
         )
 
     def heal_node(self, name: str, *, wait: bool = True) -> None:
-        """The cable is in again."""
+        """Reconnect the node."""
         boxes.network(
             boxes.pid_of(boxes.CONTROL), [f"link set v{node_named(name).name} up"]
         )
@@ -128,8 +126,7 @@ class Faults:
             self.wait_ready(name)
 
     def free_pods(self, name: str) -> None:
-        """Say that a dead node stays dead (taint out-of-service), so that its pods are removed; see
-        unfree_pods."""
+        """Add the taint out-of-service to a dead node, so that its pods are removed. See unfree_pods."""
         self._set_taints(
             name,
             lambda taints: [
@@ -139,11 +136,11 @@ class Faults:
         )
 
     def unfree_pods(self, name: str) -> None:
-        """Take that taint away."""
+        """Remove the taint out-of-service from the node."""
         self._set_taints(name, lambda taints: taints)
 
     def set_gpus(self, name: str, count: int, *, resource: str = "example.com/gpu") -> None:
-        """Let the node offer made-up devices; 0 takes them away. Returns when they are allocatable."""
+        """Set the number of fake devices of a node; 0 removes them. Returns when they are allocatable."""
         path = f"/api/v1/nodes/{node_named(name).name}"
         if count:
             self._api.patch(
@@ -151,7 +148,7 @@ class Faults:
             )
             self._devices.add((name, resource))
         else:
-            # No error where the kubelet has just taken them away itself.
+            # A merge patch does not fail if the kubelet has already removed the devices.
             gone = {part: {resource: None} for part in ("capacity", "allocatable")}
             self._api.patch(f"{path}/status", {"status": gone})
             self._devices.discard((name, resource))
@@ -165,38 +162,40 @@ class Faults:
     # Daemons
 
     def kill_kubelet(self, name: str) -> None:
-        """SIGKILL of the kubelet alone: its pods run on."""
+        """Send SIGKILL to the kubelet only. Its pods continue to run."""
         boxes.kill_daemon(node_named(name).name, "kubelet")
 
     def start_kubelet(self, name: str, *, wait: bool = True) -> None:
-        """Start it again."""
+        """Start the kubelet again."""
         node.start_kubelet(node_named(name))
         if wait:
             self.wait_ready(name)
 
     def kill_apiserver(self) -> None:
-        """SIGKILL of the API server."""
+        """Send SIGKILL to the API server."""
         boxes.kill_daemon(boxes.CONTROL, "kube-apiserver")
 
     def start_apiserver(self) -> None:
-        """Start it again; returns when it is ready."""
+        """Start the API server again. Returns when it is ready."""
         control_plane.start_apiserver(state.read().profile)
         control_plane.wait_for_apiserver(self._api)
 
     def kill_etcd(self) -> None:
-        """SIGKILL of etcd: the API server stays and answers nothing that needs it."""
+        """Send SIGKILL to etcd. The API server continues to run but cannot answer requests that need etcd."""
         boxes.kill_daemon(boxes.CONTROL, "etcd")
 
     def start_etcd(self) -> None:
-        """Start it again; returns when the API server is ready."""
+        """Start etcd again. Returns when the API server is ready."""
         control_plane.start_etcd()
         control_plane.wait_for_apiserver(self._api)
 
     # Afterwards
 
     def wait_ready(self, name: str, *, seconds: float = 600) -> float:
-        """Until the node is Ready by a word it said after this call, and its taints of trouble are gone; the
-        seconds it took."""
+        """Wait until the node reports Ready after this call and has no failure taints.
+
+        Returns the seconds that this took.
+        """
         entry, now = node_named(name), datetime.now(UTC)
 
         def is_well() -> bool:
@@ -205,8 +204,7 @@ class Faults:
         return wait_until(f"{name} Ready", is_well, seconds=seconds)
 
     def restore(self) -> None:
-        """Everything back: what was killed is started, thawed, connected, untainted, uncordoned; both nodes
-        Ready."""
+        """Undo all faults: start, thaw, reconnect, untaint and uncordon. Returns when both nodes are Ready."""
         _start_if_dead(boxes.CONTROL, "etcd", control_plane.start_etcd)
         if not _is_running(boxes.CONTROL, "kube-apiserver"):
             self.start_apiserver()

@@ -1,8 +1,8 @@
-"""Container images without a registry: base and pause image, builds, and their way into nodes layer by layer.
+"""Builds container images and loads them into nodes without a registry, including the base and pause images.
 
-An image leaves the bed's own storage as an OCI layout whose blobs all layouts share, uncompressed, so that a
-layer's digest is the same everywhere: a node is sent only the layers it does not hold. What was loaded once
-is put into a "golden" containerd folder too, which later beds clone.
+An image is exported from the bed's storage as an OCI layout. All layouts share uncompressed blobs, so a
+layer has the same digest everywhere, and a node receives only its missing layers. Loaded images are also
+copied to a "golden" containerd folder, which later beds clone.
 """
 
 import fcntl
@@ -22,9 +22,9 @@ from bed.shell import BedError, run
 BASE = "localhost/evergrad-base:bookworm"
 PAUSE = "localhost/pause:local"
 _SUITE = "bookworm"
-_BASE_RECIPE = "2"  # raise it when make_base changes: the cached image is made anew
+_BASE_RECIPE = "2"  # increment it when make_base changes, to rebuild the cached image
 _RUN = Path("/run/evergrad-images")
-# Not for running Python in a container: documentation, other languages, caches, package lists.
+# Files that Python in a container does not need: documentation, translations, caches, package lists.
 _NOT_NEEDED = (
     "usr/share/doc",
     "usr/share/man",
@@ -38,12 +38,12 @@ _LIMITS = '["nofile=20000:20000", "nproc=20000:20000"]'  # what a machine withou
 
 
 def folder() -> Path:
-    """Everything of images in the cache."""
+    """Return the folder for images in the cache."""
     return cache() / "images"
 
 
 def environment() -> dict[str, str]:
-    """The environment in which buildah, podman and skopeo use the bed's storage instead of the machine's."""
+    """Return the environment in which buildah, podman and skopeo use the bed's storage."""
     home = folder()
     (home / "conf").mkdir(parents=True, exist_ok=True)
     storage = (
@@ -64,21 +64,23 @@ def environment() -> dict[str, str]:
 
 
 def identity(image: str) -> str | None:
-    """The image's id in the storage; None where it is not."""
+    """Return the image's ID in the storage, or None if the storage does not have it."""
     command = ["podman", "image", "inspect", "--format", "{{.Id}}", image]
     return run(command, environment=environment(), check=False).strip() or None
 
 
 def label(image: str, name: str) -> str | None:
-    """The value of one of the image's labels; None where it has none, or is not in the storage."""
+    """Return the value of an image's label, or None if the label or the image does not exist."""
     form = f'{{{{index .Labels "{name}"}}}}'
     command = ["podman", "image", "inspect", "--format", form, image]
     return run(command, environment=environment(), check=False).strip() or None
 
 
 def ensure_base() -> str:
-    """The name of the base image (Debian with Python and the public certificates); made by debootstrap where
-    it is missing."""
+    """Return the name of the base image (Debian with Python and the public certificates).
+
+    If the image is missing, it is built with debootstrap.
+    """
     if label(BASE, "evergrad.recipe") != _BASE_RECIPE:
         with tempfile.TemporaryDirectory(dir=_scratch()) as scratch:
             make_base(Path(scratch, "root"))
@@ -86,11 +88,11 @@ def ensure_base() -> str:
 
 
 def make_base(root: Path) -> None:
-    """Fill `root` from the mirror that apt itself uses, strip it, and import it."""
+    """Fill `root` from apt's mirror, remove unneeded files, and import it as an image."""
     root.mkdir()
     root.chmod(0o755)
     packages = "--include=python3,python3-venv,ca-certificates"
-    # In namespaces of its own: it mounts /proc, which must not outlive it when it is killed.
+    # Use separate namespaces: debootstrap mounts /proc, and the mount must not remain if it is killed.
     alone = [
         "unshare",
         "--mount",
@@ -116,7 +118,7 @@ def make_base(root: Path) -> None:
         (root / name).mkdir(parents=True)
     shutil.rmtree(root / "dev")
     (root / "dev").mkdir()
-    # apt's sources stay: where torch is the build for CUDA, its image gets a compiler from them.
+    # Keep apt's sources: if torch is the CUDA build, its image installs a compiler from them.
     for name in ("etc/resolv.conf", "etc/hostname"):
         (root / name).unlink(missing_ok=True)
     archive = root.with_suffix(".tar")
@@ -127,7 +129,7 @@ def make_base(root: Path) -> None:
 
 
 def mirror() -> str:
-    """Where apt gets the suite from. Raises BedError where its sources do not name it."""
+    """Return the mirror from which apt gets the suite. Raises BedError if apt's sources do not contain it."""
     listed = run(
         [
             "apt-get",
@@ -147,7 +149,7 @@ def mirror() -> str:
 
 
 def ensure_pause() -> str:
-    """The name of the image that holds pods' namespaces."""
+    """Return the name of the pause image, which holds the pods' namespaces."""
     if identity(PAUSE) is None:
         with tempfile.TemporaryDirectory(dir=_scratch()) as scratch:
             shutil.copy(toolbox.binary("pause"), Path(scratch, "pause"))
@@ -179,11 +181,10 @@ def build(
     arguments: Mapping[str, str] | None = None,
     volumes: Sequence[str] = (),
 ) -> str:
-    """buildah's build of a Dockerfile on the base image; returns `tag`.
+    """Build a Dockerfile on the base image with buildah, and return `tag`.
 
-    The build reaches the package index as this process does; the certificates for it are mounted at
-    /run/ca.crt while it runs (also the build arguments PIP_CERT and SSL_CERT_FILE) and are no part of the
-    image.
+    The build uses the same package index as this process. The index's certificates are mounted at /run/ca.crt
+    during the build (the build arguments PIP_CERT and SSL_CERT_FILE point there) and are not in the image.
     """
     ensure_base()
     command: list[object] = [
@@ -212,9 +213,9 @@ def build(
 
 
 def archive(image: str) -> Path:
-    """The image's OCI layout; only layers that no earlier layout brought are written.
+    """Export the image as an OCI layout, and return its folder. Only new layers are written.
 
-    BedError where there is no such image.
+    Raises BedError if the image does not exist.
     """
     current = identity(image)
     if current is None:
@@ -250,7 +251,7 @@ def _export(image: str, current: str) -> Path:
 
 
 def _prune() -> None:
-    """Delete the blobs that no layout names any more."""
+    """Delete the blobs that no layout references."""
     named: set[str] = set()
     for index in (folder() / "layouts").glob("*/index.json"):
         digest = digest_of(index.parent)
@@ -266,13 +267,13 @@ def _prune() -> None:
 
 
 def digest_of(layout: Path) -> str:
-    """The digest of the layout's manifest: what the image is."""
+    """Return the digest of the layout's manifest, which identifies the image."""
     digest: str = json.loads((layout / "index.json").read_text())["manifests"][0]["digest"]
     return digest
 
 
 def pack(layout: Path, held: set[str], target: Path) -> None:
-    """Write a tar that `ctr images import` takes, without the blobs whose digests are in `held`."""
+    """Write a tar for `ctr images import`, without the blobs whose digests are in `held`."""
     image = (layout / "name").read_text()
     entry = json.loads((layout / "index.json").read_text())["manifests"][0]
     entry["annotations"] = {
@@ -282,7 +283,7 @@ def pack(layout: Path, held: set[str], target: Path) -> None:
     index = {"schemaVersion": 2, "manifests": [entry]}
     manifest = json.loads(_blob(entry["digest"]).read_text())
     layers = [layer["digest"] for layer in manifest["layers"]]
-    # Manifest and configuration are small and go along always: the importer reads them from the archive.
+    # Always include manifest and configuration: they are small, and the importer reads them from the tar.
     blobs = [
         entry["digest"],
         manifest["config"]["digest"],
@@ -293,8 +294,8 @@ def pack(layout: Path, held: set[str], target: Path) -> None:
         Path(scratch, "index.json").write_text(json.dumps(index))
         Path(scratch, "blobs", "sha256").mkdir(parents=True)
         for digest in blobs:
-            # No hard links: another process that packs the same blob would change it under tar's eyes (its
-            # number of links).
+            # Do not use hard links: if another process packed the same blob, its link count would change
+            # while tar reads it.
             Path(scratch, "blobs", *digest.split(":")).symlink_to(_blob(digest))
         run(
             [
@@ -312,7 +313,7 @@ def pack(layout: Path, held: set[str], target: Path) -> None:
 
 
 def wanted() -> dict[str, str]:
-    """The images that every bed starts with: name → digest of the manifest."""
+    """Return the images that every bed starts with: name → digest of the manifest."""
     try:
         found: dict[str, str] = json.loads((folder() / "wanted.json").read_text())
     except FileNotFoundError:
@@ -321,7 +322,7 @@ def wanted() -> dict[str, str]:
 
 
 def want(image: str) -> Path:
-    """Have the image in every later bed; returns its layout."""
+    """Add the image to all later beds, and return its layout."""
     layout = archive(image)
     with _lock():
         _write_if_other(
@@ -332,13 +333,13 @@ def want(image: str) -> Path:
 
 
 def layout_of(image: str) -> Path:
-    """Where the image's layout lies, written or not."""
+    """Return the path of the image's layout, even if it is not written yet."""
     return folder() / "layouts" / image.replace("/", "_").replace(":", "_")
 
 
 @contextmanager
 def _lock() -> Iterator[None]:
-    """One process at a time changes layouts, blobs and the list of wanted images."""
+    """Lock the layouts, blobs and list of wanted images, so that one process at a time changes them."""
     folder().mkdir(parents=True, exist_ok=True)
     with open(folder() / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,11 +1,11 @@
-"""Evergrad's two images from the repository's Dockerfile: built where something changed, tagged, loaded into
-the bed.
+"""Builds Evergrad's two images from the repository's Dockerfile if they have changed, tags them, and loads
+them into the bed.
 
     python -m bed.product_images [operator] [trainer]     `make images`
 
-An image is named after what it is made of: localhost/evergrad-TARGET:CONTENT, and the same under `dev` and
-under the version. The dependencies are a layer of their own below the code, so after a change of code only
-that layer is new. The commit stands in the image's settings alone: another one makes no layer anew.
+The tag of an image is a digest of its sources: localhost/evergrad-TARGET:CONTENT. The image also has the tags
+`dev` and the version. The dependencies are a separate layer below the code, so a change of code rebuilds only
+the code layer. The commit is only in the image's configuration, so a new commit rebuilds no layer.
 """
 
 import argparse
@@ -40,7 +40,7 @@ NO_REVISION = "unknown"
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides, beside the tree, what the images are."""
+    """The settings that determine the images, in addition to the tree."""
 
     base: str
     torch: str  # cpu or cuda
@@ -48,12 +48,12 @@ class Settings:
 
 
 def name_of(target: str, tag: str = "dev") -> str:
-    """The image's name, for instance localhost/evergrad-trainer:dev."""
+    """Return the image's name, for example localhost/evergrad-trainer:dev."""
     return f"localhost/evergrad-{target}:{tag}"
 
 
 def version() -> str:
-    """The version of the packages in the tree."""
+    """Return the version of the packages in the tree."""
     found = re.search(
         r'^version = "(.+)"$',
         (REPOSITORY / "trainer_image/pyproject.toml").read_text(),
@@ -65,9 +65,9 @@ def version() -> str:
 
 
 def settings() -> Settings:
-    """From the environment: BASE_IMAGE, TORCH_WHEELS.
+    """Return the settings from the environment: BASE_IMAGE, TORCH_WHEELS.
 
-    Without a folder of wheels torch is the index's build, for CUDA.
+    Without a folder of wheels, torch is the CUDA build of the package index.
     """
     given = os.environ.get("TORCH_WHEELS")
     wheels = Path(given).resolve() if given else None
@@ -86,11 +86,13 @@ def settings() -> Settings:
 
 
 def find_revision(folder: Path = REPOSITORY) -> str:
-    """Return the commit of a tree, with `-dirty` after it where the tree differs from it; `unknown` where
-    there is no git, no repository or no commit."""
+    """Return the commit of a tree, with the suffix `-dirty` if the tree differs from the commit.
+
+    Returns `unknown` if there is no git, no repository or no commit.
+    """
     try:
         commit = git("rev-parse", "HEAD", directory=folder).strip()
-        # A file that git would add counts: the images may be made of it.
+        # Untracked files count too, because the images may contain them.
         is_dirty = git("status", "--porcelain", directory=folder) != ""
     except BedError:
         return NO_REVISION
@@ -98,7 +100,7 @@ def find_revision(folder: Path = REPOSITORY) -> str:
 
 
 def sources(target: str) -> list[Path]:
-    """The files the image is made of, by path: those git tracks or would add."""
+    """Return the source files of the image, sorted by path: tracked files and files that git would add."""
     files = ("Dockerfile", ".dockerignore", *BASES[target], *PACKAGES[target])
     words = ("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *files)
     listed = git(*words, directory=REPOSITORY)
@@ -110,7 +112,7 @@ def sources(target: str) -> list[Path]:
 
 
 def content_of(target: str, chosen: Settings) -> str:
-    """12 hex digits that change with anything the image is made of."""
+    """Return 12 hex digits that change if any source or setting of the image changes."""
     digest = hashlib.sha256(
         f"{images.identity(chosen.base)} {chosen.torch if target == 'trainer' else ''}".encode()
     )
@@ -120,10 +122,10 @@ def content_of(target: str, chosen: Settings) -> str:
 
 
 def build(target: str, chosen: Settings, *, revision: str | None = None) -> str:
-    """Build where the storage has no image of this content; returns the name with the content in it.
+    """Build the image if the storage has no image of this content, and return its name with the content tag.
 
-    ``revision``: the commit that the image is to name; None: an image that is there may name any, and a new
-    one names that of the tree. Raises BedError.
+    ``revision``: the commit in the image's configuration. If None, an existing image may contain any commit,
+    and a new image contains the commit of the tree. Raises BedError if the build fails.
     """
     name = name_of(target, content_of(target, chosen))
     is_there = images.identity(name) is not None
@@ -139,7 +141,7 @@ def build(target: str, chosen: Settings, *, revision: str | None = None) -> str:
             flush=True,
         )
         if content_of(target, chosen) != name.rpartition(":")[2]:
-            # Somebody wrote meanwhile: what was copied may be newer than what was counted.
+            # A file changed during the build, so the copied files may be newer than the digest.
             run(
                 ["podman", "tag", name, name_of(target, "unsure")],
                 environment=images.environment(),
@@ -157,7 +159,7 @@ def build(target: str, chosen: Settings, *, revision: str | None = None) -> str:
 
 
 def _forget_others(target: str, name: str) -> None:
-    """Remove the images of earlier contents; what the newest shares with them stays."""
+    """Remove the images of earlier contents. Layers that the newest image shares with them stay."""
     listed = run(
         ["podman", "images", "--format", "{{.Repository}}:{{.Tag}}"],
         environment=images.environment(),
@@ -170,7 +172,7 @@ def _forget_others(target: str, name: str) -> None:
             environment=images.environment(),
             check=False,
         )
-    # Steps of older builds that no image is made of any more.
+    # Remove the steps of older builds that no image uses.
     run(
         ["podman", "image", "prune", "--force", "--filter", "until=48h"],
         environment=images.environment(),
@@ -217,7 +219,7 @@ def _build(
             f"wheels={chosen.wheels or scratch / 'wheels'}",
         ]
     command += _pip_secrets(scratch)
-    # buildah compares the steps of its cache before it fills in arguments, and takes those of another commit.
+    # buildah compares cached steps before it expands arguments, so it would reuse steps of another commit.
     stamp = scratch / "stamp"
     stamp.mkdir()
     lines = [f"FROM {name}", f'LABEL {REVISION_LABEL}="{revision}"']
@@ -245,8 +247,7 @@ def _build(
 
 
 def _pip_secrets(scratch: Path) -> list[str]:
-    """This machine's way to its package index, as secrets of the build: no layer and no history
-    holds them."""
+    """Return this machine's pip configuration as build secrets, so that no layer or history contains it."""
     found = dict(
         re.findall(
             r"^(?:global|install|:env:)\.([\w-]+)='(.*)'$",
@@ -273,14 +274,14 @@ def _pip_secrets(scratch: Path) -> list[str]:
 def ensure(
     targets: Sequence[str] = TARGETS, *, is_loaded: bool = True, revision: str | None = None
 ) -> tuple[str, ...]:
-    """The images' names (`dev`), built where something changed and, if wanted, in the bed's nodes.
+    """Build the changed images, load them into the bed's nodes if requested, and return their names.
 
-    ``revision``: the commit that they are to name; None: any, so that tests build nothing for a commit that
-    changes no image. Raises BedError.
+    The names have the tag `dev`. ``revision``: the commit in the images' configuration. If None, any commit
+    is accepted, so that tests do not rebuild after a commit that changes no image. Raises BedError.
     """
     images.folder().mkdir(parents=True, exist_ok=True)
     with open(images.folder() / "product.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two at once would build the same twice
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two processes would build the same image twice
         chosen = settings()
         for target in targets:
             build(target, chosen, revision=revision)
@@ -292,10 +293,10 @@ def ensure(
 
 
 def ensure_earlier(commit: str, *, tag: str) -> tuple[str, ...]:
-    """The names, under `tag`, of both images as an earlier commit describes them: built once, and brought into
-    the nodes that run, but not into those of later beds.
+    """Build both images of an earlier commit once, load them into the running nodes, and return their names.
 
-    Raises BedError, also where the history does not have the commit.
+    The names have the tag `tag`. Nodes of later beds do not get these images. Raises BedError if the build
+    fails or if the history does not contain the commit.
     """
     names = tuple(name_of(target, tag) for target in TARGETS)
     images.folder().mkdir(parents=True, exist_ok=True)
@@ -316,7 +317,7 @@ def ensure_earlier(commit: str, *, tag: str) -> tuple[str, ...]:
 
 
 def main() -> int:
-    """Build both (or the named) images and load them; 1 with one line where it cannot be done."""
+    """Build and load both images, or the named images. Return 1 after a one-line message if this fails."""
     parser = argparse.ArgumentParser(
         "python -m bed.product_images",
         description="Build Evergrad's images and load them into the bed.",

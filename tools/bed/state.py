@@ -1,5 +1,5 @@
-"""What is known of the bed beyond the process that began it: who works on it now, its profile, what `down`
-must put back."""
+"""The persistent state of the bed: the process that works on it, its profile, and the settings that `down`
+restores."""
 
 import fcntl
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 from bed.places import CLUSTER, STATE, STATES, work
 from bed.shell import BedError
 
-# Settings of the whole machine that the kubelet changes, or that many containers need.
+# Settings of the whole machine that the kubelet changes or that many containers need.
 SYSCTLS = (
     "vm/overcommit_memory",
     "kernel/panic",
@@ -27,7 +27,7 @@ SYSCTLS = (
 
 @dataclass(frozen=True)
 class State:
-    """A bed that was begun: `down` deletes `work` and `cluster` and restores `sysctls`."""
+    """A started bed. `down` deletes `work` and `cluster`, and restores `sysctls`."""
 
     profile: str
     work: str = field(default_factory=lambda: str(work()))
@@ -42,7 +42,7 @@ class State:
 
 
 def write(state: State, folder: Path = STATE) -> None:
-    """Keep it."""
+    """Write the state to its file."""
     folder.mkdir(parents=True, exist_ok=True)
     fresh = folder / "state.json.new"
     fresh.write_text(json.dumps(asdict(state), indent=1))
@@ -50,7 +50,7 @@ def write(state: State, folder: Path = STATE) -> None:
 
 
 def read() -> State:
-    """What the last `up` kept. BedError where there is none."""
+    """Return the state of the last `up`. Raises BedError if there is none."""
     try:
         return State(**json.loads((STATE / "state.json").read_text()))
     except FileNotFoundError as error:
@@ -58,13 +58,16 @@ def read() -> State:
 
 
 def exists() -> bool:
-    """Whether a bed was begun and not taken down."""
+    """Return whether a bed was started and not taken down."""
     return (STATE / "state.json").exists()
 
 
 def restore_sysctls() -> None:
-    """Put the machine's settings back; where another bed found those of this one, it is told what to put back
-    instead."""
+    """Restore the machine's settings.
+
+    If a bed that started later still exists, keep the settings and hand the original values over to its state,
+    so that its `down` restores them.
+    """
     if not exists():
         return
     own = read()
@@ -79,16 +82,16 @@ def restore_sysctls() -> None:
 
 
 def forget() -> None:
-    """There is no bed any more; the lock stays, for somebody may wait for it."""
+    """Delete the state. The lock file stays, because another process may wait for it."""
     shutil.rmtree(STATE / "golden", ignore_errors=True)
     (STATE / "state.json").unlink(missing_ok=True)
 
 
 @contextmanager
 def lock() -> Iterator[None]:
-    """Only one `up` or `down` of the machine at a time; BedError says who is at work.
+    """Allow one `up` or `down` at a time on the machine. Raises BedError with the holder of the lock.
 
-    The kernel lets go when he dies.
+    The kernel releases the lock when the process ends.
     """
     STATE.mkdir(parents=True, exist_ok=True)
     with open(STATE / "lock", "a+") as file:

@@ -1,7 +1,7 @@
-"""Writes all that a release consists of into one folder: wheels, chart, images, bills of materials, sums.
+"""Writes all parts of a release to one folder: wheels, chart, images, bills of materials and checksums.
 
-`make release` runs it. It publishes nothing. The same commit gives the same bytes: files bear the time of
-the commit, or that of SOURCE_DATE_EPOCH. Images are the exception, since their builds install with pip.
+`make release` runs it. It publishes nothing. The same commit produces the same bytes: the files have the time
+of the commit or of SOURCE_DATE_EPOCH. Images are the exception, because their builds install with pip.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from bed.shell import BedError, git, run
 FOLDERS = tuple(sorted(path.parent.name for path in REPOSITORY.glob("*/pyproject.toml")))
 SUMS = "SHA256SUMS"
 LOCAL = "localhost/evergrad-"
-"""How the names of images begin in the tree; a release puts its registry there."""
+"""Prefix of image names in the tree. A release replaces it with its registry."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """What is to be made, and where."""
+    """The parameters of a release."""
 
     version: str
     seconds: int  # of the commit, since 1970
@@ -43,7 +43,7 @@ class Release:
 
 
 def build_wheels(release: Release) -> None:
-    """The five wheels, from copies without build products and with the same modes everywhere."""
+    """Build the five wheels from copies without build products and with normalized file modes."""
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
     with tempfile.TemporaryDirectory() as scratch:
         for name in FOLDERS:
@@ -74,7 +74,7 @@ def build_wheels(release: Release) -> None:
 
 
 def build_chart(release: Release) -> None:
-    """The packed chart, which names the registry and the place of the sources where those are given."""
+    """Build the packed chart. It contains the registry and the source URL if they are given."""
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch, "evergrad")
         shutil.copytree(chart.CHART, copy)
@@ -94,7 +94,7 @@ def build_chart(release: Release) -> None:
 
 
 def name_source(file: Path, release: Release) -> None:
-    """Put home, sources and links, which only the place of publication knows, into Chart.yaml."""
+    """Write home, sources and links to Chart.yaml. They depend on the place of publication."""
     described = yaml.safe_load(file.read_text("utf-8"))
     described |= {"home": release.source, "sources": [release.source]}
     described["annotations"]["artifacthub.io/links"] = yaml.safe_dump(
@@ -110,9 +110,9 @@ def name_source(file: Path, release: Release) -> None:
 
 
 def name_runbooks(chart_copy: Path, release: Release) -> None:
-    """Make the alerts' links lead to the pages of this version, as the default of their value.
+    """Set the default of the alerts' runbook links to the pages of this version.
 
-    Raises BedError where a file does not name the default: its links would stay dead without a word.
+    Raises BedError if a file does not contain the default, because its links would be broken silently.
     """
     url = f"{release.source}/blob/v{release.version}/docs/runbooks"
     for name, before, after in (
@@ -127,7 +127,7 @@ def name_runbooks(chart_copy: Path, release: Release) -> None:
 
 
 def repack(packed: Path, target: Path, *, seconds: int) -> None:
-    """The same archive with one time, one owner and one order: `helm package` takes those of the moment."""
+    """Repack an archive with a fixed time, owner and order, because `helm package` uses current ones."""
     with (
         tarfile.open(packed) as old,
         target.open("wb") as file,
@@ -141,7 +141,7 @@ def repack(packed: Path, target: Path, *, seconds: int) -> None:
 
 
 def build_images(release: Release) -> str:
-    """Both images as OCI archives; the build of torch that the trainer's has."""
+    """Write both images as OCI archives, and return the torch build of the trainer image."""
     chosen = product_images.settings()
     product_images.ensure(is_loaded=False, revision=product_images.find_revision())
     for target in product_images.TARGETS:
@@ -166,7 +166,7 @@ def build_images(release: Release) -> str:
 
 
 def write_bills(release: Release, *, torch: str) -> None:
-    """A bill of materials for each image."""
+    """Write a bill of materials for each image."""
     locks = {
         "operator": ("operator.txt",),
         "trainer": ("trainer.txt", "torch-cpu.txt" if torch == "cpu" else "torch.txt"),
@@ -184,7 +184,7 @@ def write_bills(release: Release, *, torch: str) -> None:
 
 
 def write_sums(folder: Path) -> list[str]:
-    """SHA256SUMS, as `sha256sum --check` reads it; its lines."""
+    """Write SHA256SUMS for `sha256sum --check`, and return its lines."""
     lines = []
     for file in sorted(folder.iterdir()):
         with file.open("rb") as opened:
@@ -196,7 +196,7 @@ def write_sums(folder: Path) -> list[str]:
 
 
 def make(release: Release) -> list[str]:
-    """All of it; the lines of the checksums. Raises BedError with what cannot be made here."""
+    """Make the release, and return its checksum lines. Raises BedError if a part cannot be made."""
     build_wheels(release)
     build_chart(release)
     torch = build_images(release) if release.has_images else "cuda"
@@ -205,7 +205,7 @@ def make(release: Release) -> list[str]:
 
 
 def find_problems(version: str, *, tag: str | None, folder: Path) -> Iterator[str]:
-    """Why nothing may be made, one sentence each."""
+    """Yield the reasons why the release cannot be made, one sentence each."""
     if folder.is_dir() and any(folder.iterdir()) and not (folder / SUMS).exists():
         yield f"{folder}: holds something that is no release. Name another folder with --into."
     described = yaml.safe_load((chart.CHART / "Chart.yaml").read_text("utf-8"))
@@ -220,13 +220,13 @@ def find_problems(version: str, *, tag: str | None, folder: Path) -> Iterator[st
 
 
 def find_seconds() -> int:
-    """The time that every file bears: SOURCE_DATE_EPOCH, or that of the commit."""
+    """Return the time of all files: SOURCE_DATE_EPOCH, or else the time of the commit."""
     given = os.environ.get("SOURCE_DATE_EPOCH")
     return int(given or git("log", "-1", "--format=%ct", directory=REPOSITORY))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 with the list of what was written; 1 with the reason where something cannot be made."""
+    """Return 0 after printing the written files, or 1 after printing why a part cannot be made."""
     parser = argparse.ArgumentParser(
         "tools/release/make_release.py", description=__doc__.split("\n")[0]
     )
@@ -259,9 +259,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
     options.into.parent.mkdir(parents=True, exist_ok=True)
-    os.umask(0o022)  # modes of what is generated on the way stand in the wheels
+    os.umask(0o022)  # The wheels contain the modes of generated files.
     try:
-        # Beside its place, so that a release that fails half-way leaves the last one alone.
+        # Write next to the target, so that a failed release leaves the previous release unchanged.
         with tempfile.TemporaryDirectory(
             dir=options.into.parent, prefix=".release-"
         ) as scratch:

@@ -32,12 +32,12 @@ from patience import PATIENCE  # noqa: E402
 
 from bed.process_state import is_alive  # noqa: E402
 
-"""Longest life of a world; a hang fails the test instead of the suite's timeout."""
+"""Time limit of a world in seconds, so that a hang fails its test before the suite's timeout."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How one rank ended: its exit status (negative: the signal) and what its function returned."""
+    """The result of one rank: its exit status (negative: the signal) and the result of its function."""
 
     status: int
     value: Any
@@ -45,7 +45,7 @@ class Ended:
 
 
 class WarmProcess:
-    """The process that forks ranks. Ends, with every rank that is left, when this object's pipe closes."""
+    """The process that forks ranks. When this object's pipe closes, it kills all remaining ranks and ends."""
 
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -58,14 +58,14 @@ class WarmProcess:
         )
 
     def ask(self, **request: Any) -> Any:
-        """Send one request and wait for its answer."""
+        """Send one request, and return its answer."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(timeout=PATIENCE)
@@ -76,7 +76,7 @@ _warm: list[WarmProcess] = []
 
 
 def warm_process() -> WarmProcess:
-    """The one of this test session."""
+    """Return the warm process of this test session."""
     if not _warm:
         _warm.append(WarmProcess())
         atexit.register(_warm[0].close)
@@ -91,10 +91,10 @@ def start_world(
     scratch: Path,
     **params: Any,
 ) -> list[int]:
-    """Start ``function(world, directory, **params)`` in ``size`` ranks of a fresh generation; their process
-    ids.
+    """Start ``function(world, directory, **params)`` in ``size`` ranks of a new generation.
 
-    With ``finalizes=True`` the ranks leave through the interpreter's own shutdown instead of at once.
+    Returns their process IDs. If ``finalizes`` is True, the ranks end with the interpreter's regular shutdown
+    instead of immediately.
     """
     from evergrad_trainer.checkpoint.generations import claim_generation
 
@@ -114,7 +114,7 @@ def start_world(
 
 
 def end_world(pids: list[int], scratch: Path) -> list[Ended]:
-    """Wait for every rank; how each ended."""
+    """Wait for every rank, and return the results."""
     statuses = [warm_process().ask(wait=pid, seconds=PATIENCE) for pid in pids]
     return [_collect(scratch, rank, status) for rank, status in enumerate(statuses)]
 
@@ -122,7 +122,7 @@ def end_world(pids: list[int], scratch: Path) -> list[Ended]:
 def run_world(
     function: Callable[..., Any], *, size: int, directory: Path, **params: Any
 ) -> list[Ended]:
-    """Run ``function(world, directory, **params)`` in every rank of a fresh generation and wait for all."""
+    """Run ``function(world, directory, **params)`` in every rank of a new generation, and wait for all."""
     scratch = directory.parent / f"world-{time.monotonic_ns()}"
     return end_world(
         start_world(function, size=size, directory=directory, scratch=scratch, **params),
@@ -131,14 +131,14 @@ def run_world(
 
 
 def values(ended: list[Ended]) -> list[Any]:
-    """What the ranks returned; fails with their stderr unless all ended well."""
+    """Return the results of the ranks. Fails with their stderr if a rank failed."""
     for rank, one in enumerate(ended):
         assert one.status == 0, f"rank {rank} ended with {one.status}:\n{one.errors}"
     return [one.value for one in ended]
 
 
 def wait_until_dead(pid: int) -> None:
-    """Return once a killed process can do nothing more, reaped or not."""
+    """Wait until a killed process has ended, reaped or not."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         if not is_alive(pid):
@@ -157,7 +157,7 @@ def _collect(scratch: Path, rank: int, status: int) -> Ended:
 
 
 def _serve() -> None:
-    """The warm process: fork for ``spawn``, reap for ``wait``, kill what is left at the end of input."""
+    """Run the warm process: fork for ``spawn``, reap for ``wait``, and kill what remains at the end of input."""
     import pytest  # noqa: F401  # test files import it
     import torch.distributed.device_mesh  # noqa: F401
 
@@ -196,8 +196,7 @@ def _reap(pid: int, seconds: float) -> int:
 
 
 def _run_rank(task: dict[str, Any]) -> None:
-    """A forked child: call the test file's function, leave its result in a file, end (by default without
-    clean-up)."""
+    """Call the test file's function in a forked child, write its result to a file, and exit."""
     scratch, rank = Path(task["scratch"]), task["rank"]
     errors = os.open(
         scratch / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600

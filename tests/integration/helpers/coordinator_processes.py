@@ -1,4 +1,4 @@
-"""A real coordinator process, and nodes on real sockets."""
+"""Runs a real coordinator process, and nodes on real sockets."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ TOKEN = "the token of a test"
 
 
 class Coordinator:
-    """One process, started and ended by its test."""
+    """One coordinator process, which its test starts and ends."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Coordinator:
     def post(
         self, path: str, body: bytes | None, *, token: str | None = TOKEN
     ) -> tuple[int, str]:
-        """Without a body it is a GET."""
+        """Send a POST request, or a GET request if there is no body."""
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         request = urllib.request.Request(
             f"http://{join_address(self._host, self.address['statusPort'])}{path}",
@@ -152,7 +152,7 @@ class Coordinator:
 
 
 def wait_for(is_so: Callable[[], Any], what: str) -> None:
-    """Poll."""
+    """Wait until the condition is true."""
     until = time.monotonic() + PATIENCE
     while not is_so():
         assert time.monotonic() < until, f"{what} did not happen"
@@ -172,7 +172,7 @@ class Start:
 
 
 def run_coordinators(folder: Path) -> Iterator[Start]:
-    """A factory whose coordinators end with the test."""
+    """Return a factory of coordinators, which end with the test."""
     start = Start(folder)
     try:
         yield start
@@ -182,7 +182,7 @@ def run_coordinators(folder: Path) -> Iterator[Start]:
 
 
 def hello_line(node: str = "0", **changes: Any) -> bytes:
-    """The first line of a node."""
+    """Return the first line that a node sends."""
     values: dict[str, Any] = {
         "run": "r", "node": node, "incarnation": f"i{node}", "address": "127.0.0.1", "workers": 1, "recovery": "in-process",
         "token": TOKEN,
@@ -191,7 +191,7 @@ def hello_line(node: str = "0", **changes: Any) -> bytes:
 
 
 def read_until_closed(connection: socket.socket) -> bytes:
-    """All that comes, until the other side ends it. A reset counts as an end."""
+    """Return all data until the other side closes the connection. A reset counts as a close."""
     found = b""
     with contextlib.suppress(ConnectionError):
         while data := connection.recv(65536):
@@ -272,7 +272,7 @@ class Node:
 
 
 async def poll(is_so: Callable[[], Any], what: str) -> None:
-    """As ``wait_for``, while the nodes go on."""
+    """Wait like ``wait_for``, while the nodes continue to run."""
     until = time.monotonic() + PATIENCE
     while not is_so():
         assert time.monotonic() < until, f"{what} did not happen"
@@ -280,7 +280,7 @@ async def poll(is_so: Callable[[], Any], what: str) -> None:
 
 
 async def end_nodes(*nodes: Node) -> None:
-    """Close all connections."""
+    """Close the connections of the nodes."""
     for node in nodes:
         node.client.close()
     await asyncio.gather(*(node.task for node in nodes))

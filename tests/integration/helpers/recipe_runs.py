@@ -70,7 +70,7 @@ TWO_STAGES: dict[str, Any] = {
 
 
 def write_rows(path: Path, *, count: int = 120) -> None:
-    """Sums, as conversations and as prompts with completions."""
+    """Write rows of sums, as conversations and as prompts with completions."""
     source = random.Random(0)
     rows: list[dict[str, Any]] = []
     for at in range(count):
@@ -87,7 +87,7 @@ def write_rows(path: Path, *, count: int = 120) -> None:
 
 
 def write_pairs(path: Path, *, count: int = 60) -> None:
-    """Sums with a right and a wrong answer, as texts and as conversations."""
+    """Write sums with a right and a wrong answer, as texts and as conversations."""
     source = random.Random(0)
     rows: list[dict[str, Any]] = []
     for at in range(count):
@@ -108,7 +108,7 @@ def write_pairs(path: Path, *, count: int = 60) -> None:
 
 
 def write_texts(folder: Path) -> None:
-    """The documents of two sources."""
+    """Write the documents of two sources."""
     write_documents(folder / "documents.jsonl")
     write_documents(folder / "more.jsonl", seed=7)
 
@@ -137,7 +137,7 @@ def write_recipe(experiment: Experiment, recipe: str, **changes: Any) -> None:
 
 
 def measured(directory: Path) -> dict[tuple[int, str], Any]:
-    """What was evaluated, by step and set; of a step that was evaluated twice the last."""
+    """Return the evaluation results by step and set. If a step was evaluated twice, the last result is used."""
     return {
         (row["step"], row["name"]): (row["loss"], row["tokens"], row.get("metrics"))
         for row in read_lines(directory / "evaluation.jsonl")
@@ -145,7 +145,7 @@ def measured(directory: Path) -> dict[tuple[int, str], Any]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """Both runs have the same samples, losses, metrics, evaluations, snapshots and final tensors."""
+    """Check that both runs have the same samples, losses, metrics, evaluations, snapshots and tensors."""
     assert_same_curve(one, other)
     assert_same_state(one, other)
     assert {step: row.get("metrics") for step, row in curve(one).items()} == {
