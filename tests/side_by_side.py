@@ -71,7 +71,7 @@ def _start(
 def _wait(
     first: "subprocess.Popen[bytes]", second: "subprocess.Popen[bytes]", words: int
 ) -> None:
-    """Wait until the front command ends. Each minute, print the progress and failures of the other command."""
+    """Wait until the front command ends. Each minute, print the progress and failures of the other."""
     begin = 0
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):

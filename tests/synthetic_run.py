@@ -80,8 +80,8 @@ class Process:
 class World:
     """Another world that resumes ``forgotten`` steps before the newest row and trains up to ``last``.
 
-    Training was paused for ``paused_seconds`` before the event of the world, and for ``settle_seconds`` between
-    the event and the first step.
+    Training was paused for ``paused_seconds`` before the event of the world, and for ``settle_seconds``
+    between the event and the first step.
     """
 
     last: int

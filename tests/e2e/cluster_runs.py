@@ -76,7 +76,7 @@ SPEC: dict[str, Any] = {
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with ``changes``: mappings are merged, None removes a key, other values are replaced."""
+    """Return ``base`` with ``changes``: mappings are merged, None removes a key, the rest is replaced."""
     result = copy.deepcopy(dict(base))
     for key, value in changes.items():
         if value is None:

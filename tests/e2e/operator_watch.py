@@ -1,6 +1,6 @@
 """Checks the operator after every test: no container has restarted, and its log has no unexpected error.
 
-A test that ends the operator on purpose is marked ``operator_ends``. A test that causes errors in the operator
+A test that ends the operator on purpose is marked ``operator_ends``. A test that causes operator errors
 lists them with ``operator_errors("pattern", ...)``: regular expressions that are searched in each log record.
 """
 

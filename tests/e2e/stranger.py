@@ -1,7 +1,7 @@
-"""Tries everything that could change or read a run, without its token. Prints one JSON object for each try.
+"""Tries all requests that could change or read a run without its token, and prints a JSON object for each.
 
-It runs in a pod that is no part of the run: ``python stranger.py RUN TARGETS``, where TARGETS is a JSON list
-of address and port.
+It runs in a pod outside the run: ``python stranger.py RUN TARGETS``. TARGETS is a JSON list of pairs of
+address and port.
 """
 
 import json
@@ -23,12 +23,12 @@ from evergrad_coordinator.protocol import (
 )
 
 SECONDS = 2.0
-"""An answer comes at once or not at all; the run stands still for nobody."""
+"""Time limit of an answer in seconds. Answers are immediate if they come at all."""
 TOKENS = ("", "wrong", "0" * 64)
 
 
 def hello(run: str, node: str, token: str) -> Message:
-    """A node that wants to take part. Of two processes of one node the newer wins."""
+    """Return the Hello of a node that requests to join. Of two processes of one node, the newer wins."""
     return Hello(
         run=run,
         node=node,
@@ -42,7 +42,7 @@ def hello(run: str, node: str, token: str) -> Message:
 
 
 def messages(run: str) -> Iterator[tuple[str, bytes]]:
-    """What a node could say to get in, in another's place, or to end the run."""
+    """Yield the messages with which a node could join, replace another node, or end the run."""
     for token in TOKENS:
         for node in ("66", "0", "1"):
             for generation in (1, 2, 3, 1 << 20):
@@ -69,7 +69,7 @@ def messages(run: str) -> Iterator[tuple[str, bytes]]:
 
 
 def requests() -> Iterator[tuple[str, bytes]]:
-    """What a caller could ask a coordinator or a node."""
+    """Yield the requests that a client could send to a coordinator or a node."""
     bounds = json.dumps({"min": 1, "max": 1, "maxFailures": 0})
     for token in TOKENS:
         for method, path, body in (
@@ -92,7 +92,7 @@ def requests() -> Iterator[tuple[str, bytes]]:
 
 
 def say(address: str, port: int, data: bytes) -> str:
-    """What is answered before the connection ends or the time is over."""
+    """Send data, and return the answer until the connection ends or the time limit is reached."""
     answer = b""
     try:
         with socket.create_connection((address, port), timeout=SECONDS) as connection:
@@ -106,7 +106,7 @@ def say(address: str, port: int, data: bytes) -> str:
 
 
 def main(run: str, targets: str) -> None:
-    """Try everything at every port, many at a time: what is not answered takes its whole time."""
+    """Try all requests at all ports concurrently, because unanswered requests take the whole time limit."""
     tries = [
         (*target, *one)
         for target in json.loads(targets)

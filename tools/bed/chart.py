@@ -125,7 +125,7 @@ MATRIX: dict[str, dict[str, Any]] = {
 
 
 def helm(*arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run helm. Raises BedError with its words where it fails and `check` is set."""
+    """Run helm. Raises BedError with its output if it fails and `check` is set."""
     done = subprocess.run(
         [toolbox.binary("helm"), *arguments],
         capture_output=True,
@@ -142,7 +142,7 @@ def helm(*arguments: str | Path, check: bool = True) -> subprocess.CompletedProc
 def template(
     values: dict[str, Any], *, release: str = "evergrad", namespace: str = NAMESPACE
 ) -> str:
-    """What would be installed, as YAML. Raises BedError where the chart refuses the values."""
+    """Return the rendered chart as YAML. Raises BedError if the chart refuses the values."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(values, file)
         file.flush()
@@ -162,7 +162,7 @@ def template(
 def render(
     values: dict[str, Any], *, release: str = "evergrad", namespace: str = NAMESPACE
 ) -> list[dict[str, Any]]:
-    """What would be installed, object by object."""
+    """Return the objects of the rendered chart."""
     return [
         one
         for one in yaml.safe_load_all(
@@ -173,7 +173,7 @@ def render(
 
 
 def lint(values: dict[str, Any]) -> None:
-    """helm lint --strict. Raises BedError with its findings."""
+    """Run helm lint --strict. Raises BedError with its findings."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(values, file)
         file.flush()
@@ -190,10 +190,10 @@ def lint(values: dict[str, Any]) -> None:
 
 
 def conform(files: Sequence[Path], *, more: Sequence[Path] = ()) -> str:
-    """kubeconform -strict with Kubernetes' schemas, Prometheus Operator's, ours and those in folders of
-    ``more``; its summary.
+    """Run kubeconform -strict, and return its summary.
 
-    Raises BedError with its findings.
+    It uses the schemas of Kubernetes, Prometheus Operator, Evergrad and the folders ``more``. Raises BedError
+    with its findings.
     """
     with tempfile.TemporaryDirectory() as scratch:
         ours = schemas.of_ours(Path(scratch))
@@ -210,9 +210,9 @@ def conform(files: Sequence[Path], *, more: Sequence[Path] = ()) -> str:
 
 
 def run_unit_tests(chart: Path = CHART) -> str:
-    """The chart's own tests, in its folder tests/, and what helm-unittest counted.
+    """Run the chart's tests in its folder tests/, and return helm-unittest's summary.
 
-    Raises BedError with what failed.
+    Raises BedError with the failures.
     """
     return run([toolbox.binary("helm-unittest"), "--strict", chart]).strip()
 
@@ -244,7 +244,7 @@ def run_chart_testing() -> None:
 
 
 def check() -> None:
-    """All of it, said line by line. Raises BedError at the first finding."""
+    """Run all checks, and print a line for each. Raises BedError at the first finding."""
     with tempfile.TemporaryDirectory() as scratch:
         files = []
         for name, values in MATRIX.items():
@@ -260,14 +260,14 @@ def check() -> None:
         line for line in run_unit_tests().splitlines() if line.startswith("Tests:")
     )
     print(f"helm-unittest: {counted}")
-    # An overlay is a part of a file, and no object.
+    # Skip overlays, because an overlay is not a complete object.
     overlays = set((REPOSITORY / "examples").glob("*/cluster*.yaml"))
     examples = sorted({*(REPOSITORY / "examples").glob("*/*.yaml")} - overlays)
     print(f"kubeconform, the examples: {conform(examples)}")
 
 
 def main() -> int:
-    """0: sound, or not checkable here and nobody insists; 1 with the findings."""
+    """Return 0 if the chart is valid or its checks are unavailable outside CI, else 1."""
     if (
         shutil.which("go") is None
         and toolbox.missing(("helm", "kubeconform", "chart-testing"))

@@ -1,4 +1,4 @@
-"""The control plane's box: etcd, API server, controller manager, scheduler; CoreDNS or kwok beside them."""
+"""Starts the control plane's box: etcd, API server, controller manager, scheduler, and CoreDNS or kwok."""
 
 from pathlib import Path
 
@@ -52,13 +52,13 @@ COREDNS = """\
 
 
 def start_box() -> None:
-    """The box itself, its bridge and the link to the machine."""
+    """Start the box, its bridge and the link to the machine."""
     boxes.start(BOX, "mount --make-rprivate /\nhostname cp\nip link set lo up")
     boxes.connect_control()
 
 
 def start_etcd() -> None:
-    """etcd, on the box's loopback. Without fsync: it survives its own death, not the machine's."""
+    """Start etcd on the box's loopback, without fsync. Its data survives its crash, but not the machine's."""
     client, peer = "http://127.0.0.1:2379", "http://127.0.0.1:2380"
     command: list[object] = [
         toolbox.binary("etcd"),
@@ -77,7 +77,7 @@ def start_etcd() -> None:
 
 
 def start_apiserver(profile: str) -> None:
-    """The API server; but for kwok's, it keeps the requests of ServiceAccounts in logs/audit.jsonl."""
+    """Start the API server. Except for kwok, it logs ServiceAccount requests to logs/audit.jsonl."""
     keys = pki()
     command: list[object] = [_program("kube-apiserver", profile)]
     command += [
@@ -130,7 +130,7 @@ def start_apiserver(profile: str) -> None:
 
 
 def wait_for_apiserver(api: Api, *, seconds: float = 600) -> float:
-    """Until /readyz says ok; the seconds it took. Raises BedError when it died meanwhile."""
+    """Wait until /readyz reports ok, and return the seconds. Raises BedError if the API server dies."""
 
     def is_ready() -> bool:
         boxes.daemon_pid(BOX, "kube-apiserver")
@@ -143,7 +143,7 @@ def wait_for_apiserver(api: Api, *, seconds: float = 600) -> float:
 
 
 def start_controllers(profile: str) -> None:
-    """Controller manager and scheduler."""
+    """Start the controller manager and the scheduler."""
     keys = pki()
     gates = [NEXT_GATES] if profile == "next" else []
     manager: list[object] = [
@@ -194,7 +194,7 @@ def start_controllers(profile: str) -> None:
 
 
 def start_coredns() -> None:
-    """DNS for pods, as a process here: it survives what is done to nodes."""
+    """Start the DNS for pods as a process in this box, so that it survives faults of nodes."""
     file = work() / "Corefile"
     file.write_text(
         COREDNS.format(
@@ -207,7 +207,7 @@ def start_coredns() -> None:
 
 
 def start_kwok() -> None:
-    """Made-up kubelets for nodes annotated kwok.x-k8s.io/node=fake."""
+    """Start kwok, the fake kubelet for nodes annotated kwok.x-k8s.io/node=fake."""
     stages = Path(__file__).with_name("kwok.yaml")
     command: list[object] = [
         toolbox.binary("kwok"),
@@ -227,7 +227,7 @@ def _program(name: str, profile: str) -> Path:
 
 
 def create_storage_classes(api: Api) -> None:
-    """The class `shared`, which is also the default, and `single`; bed.storage makes their volumes."""
+    """Create the storage classes `shared` (the default) and `single`. bed.storage creates their volumes."""
     for name in (STORAGE_CLASS, SINGLE_CLASS):
         default = (
             {"storageclass.kubernetes.io/is-default-class": "true"}
@@ -246,5 +246,5 @@ def create_storage_classes(api: Api) -> None:
 
 
 def has_default_account(api: Api) -> bool:
-    """Whether pods can be created in the namespace default."""
+    """Return whether pods can be created in the namespace default."""
     return api.is_there("/api/v1/namespaces/default/serviceaccounts/default")

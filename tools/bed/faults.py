@@ -204,7 +204,7 @@ class Faults:
         return wait_until(f"{name} Ready", is_well, seconds=seconds)
 
     def restore(self) -> None:
-        """Undo all faults: start, thaw, reconnect, untaint and uncordon. Returns when both nodes are Ready."""
+        """Undo all faults: start, thaw, reconnect, untaint and uncordon. Wait until both nodes are Ready."""
         _start_if_dead(boxes.CONTROL, "etcd", control_plane.start_etcd)
         if not _is_running(boxes.CONTROL, "kube-apiserver"):
             self.start_apiserver()

@@ -1,7 +1,7 @@
-"""Kueue beside the bed: its manager is a process of the machine, which the API server's hooks call.
+"""Runs Kueue next to the bed: its manager is a process of the machine, and the API server calls its webhooks.
 
-Its chart stays as its authors wrote it; of what it renders only the types and the hooks are taken. Namespaces
-with the label ``NAMESPACES`` are its business, and no others.
+Kueue's chart is used unchanged, but only the CRDs and webhooks of the rendered objects are installed. Kueue
+manages only namespaces with the label ``NAMESPACES``.
 """
 
 import base64
@@ -34,7 +34,7 @@ _KINDS: Final = {
 
 
 class Kueue:
-    """The manager, with the API server told of it."""
+    """Kueue's manager and its webhooks on the API server."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -43,7 +43,7 @@ class Kueue:
         self._hooks: list[str] = []
 
     def install(self) -> None:
-        """Bring types, certificates and hooks; the manager runs when this returns."""
+        """Install CRDs, certificates and webhooks. The manager runs when this returns."""
         authority = base64.b64encode((keys() / "ca.crt").read_bytes()).decode()
         rendered = _render()
         for one in rendered:
@@ -51,13 +51,13 @@ class Kueue:
                 self._create_type(one, authority)
         self._write_certificates()
         self.start()
-        # Only now, because a hook that nobody answers refuses.
+        # Install the webhooks last, because the API server refuses requests if a webhook does not answer.
         for one in rendered:
             if one["kind"] in _KINDS:
                 self._create_hooks(one, authority)
 
     def start(self, *, manages_all: bool = False) -> None:
-        """Start the manager. ``manages_all``: also pods that name no queue."""
+        """Start the manager. ``manages_all``: also manage pods without a queue name."""
         config = self._folder / "config.yaml"
         config.write_text(json.dumps(_configuration(self._folder, manages_all=manages_all)))
         # It looks for one of its certificates in a folder of /etc whatever its configuration says, and for
@@ -85,7 +85,7 @@ class Kueue:
             self._process = None
 
     def remove(self) -> None:
-        """End the manager, and take its hooks away; its types stay, as long as the bed does."""
+        """End the manager, and delete its webhooks. Its CRDs stay as long as the bed exists."""
         for path in self._hooks:
             self._api.delete(path)
         self._hooks.clear()
@@ -129,13 +129,13 @@ class Kueue:
             hooks.append({**hook, **scope, "clientConfig": _client(path, authority)})
         name = one["metadata"]["name"]
         path = f"{_HOOKS}/{_KINDS[one['kind']]}/{name}"
-        # Noted first, so that what is half made is removed, too.
+        # Record the path first, so that a partly created object is removed too.
         self._hooks.append(path)
         self._api.apply(path, {**one, "metadata": {"name": name}, "webhooks": hooks})
 
 
 def _client(path: str, authority: str) -> dict[str, Any]:
-    """Where the API server finds the manager: it is in a network of its own, and has no Service."""
+    """Return the webhook's client config with a URL, because the manager has no Service."""
     return {"url": f"https://{in_url(HOST_ADDRESS)}:{_PORT}{path}", "caBundle": authority}
 
 

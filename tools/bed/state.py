@@ -65,8 +65,8 @@ def exists() -> bool:
 def restore_sysctls() -> None:
     """Restore the machine's settings.
 
-    If a bed that started later still exists, keep the settings and hand the original values over to its state,
-    so that its `down` restores them.
+    If a bed that started later still exists, keep the settings and write the original values to its state, so
+    that its `down` restores them.
     """
     if not exists():
         return

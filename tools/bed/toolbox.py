@@ -1,4 +1,4 @@
-"""The Go programs of the bed: pinned in tools/, built once into the cache outside the tree."""
+"""Builds the Go programs of the bed once. Versions are pinned in tools/; binaries are in the cache."""
 
 import fcntl
 import hashlib
@@ -21,13 +21,13 @@ _VERSION = "k8s.io/component-base/version"
 
 @dataclass(frozen=True)
 class Tool:
-    """One folder of tools/: what is built from it, under which names it is called."""
+    """One folder of tools/: its binaries, and the names of the binaries."""
 
     packages: dict[str, str]  # binary → Go package
-    links: tuple[str, ...] = ()  # further names of the (only) binary
+    links: tuple[str, ...] = ()  # additional names of the (only) binary
     link_flags: str = "-s -w"
     minutes: str = "under a minute"
-    sources: Path | None = None  # where the folder is, if not in tools/
+    sources: Path | None = None  # the folder, if it is not in tools/
 
 
 TOOLS = {
@@ -45,7 +45,7 @@ TOOLS = {
         f" -X {_VERSION}.gitTreeState=clean",
         "6 to 10 minutes on two cores",
     ),
-    # Names of their own: `kube-apiserver` is always the one above.
+    # Use different names, because `kube-apiserver` is always the binary above.
     "kubernetes-next": Tool(
         {"kubernetes-next": "."},
         ("kube-apiserver-next", "kube-controller-manager-next", "kube-scheduler-next"),
@@ -58,7 +58,7 @@ TOOLS = {
     ),
     "coredns": Tool({"coredns": "."}, minutes="1 to 3 minutes"),
     "pause": Tool({"pause": "."}),
-    # One module for both: the tests of the chart render it with this very Helm, and compile little beside it.
+    # Use one module for both, so that the chart's tests render with this Helm and share its compiled code.
     "helm": Tool(
         {
             "helm": "helm.sh/helm/v3/cmd/helm",
@@ -81,7 +81,7 @@ TOOLS = {
     "lua": Tool({"lua": "."}),
     "argolua": Tool({"argolua": "."}, ("argosync",), minutes="2 to 6 minutes"),
     "fluxhealth": Tool({"fluxhealth": "."}, minutes="1 to 4 minutes"),
-    # Without the pages of its own interface, which are not in the module; the API is whole.
+    # The module does not contain the pages of the web UI. The API is complete.
     "prometheus": Tool(
         {
             "prometheus": "github.com/prometheus/prometheus/cmd/prometheus",
@@ -103,7 +103,7 @@ BINARIES = {
 
 
 def tool_of(name: str) -> str:
-    """The tool that brings this binary (or is called so itself); ValueError names the known ones."""
+    """Return the tool that contains this binary or has this name. Raises ValueError with the known names."""
     if name in TOOLS:
         return name
     if name in BINARIES:
@@ -114,36 +114,35 @@ def tool_of(name: str) -> str:
 
 
 def binary(name: str) -> Path:
-    """The path of a binary, for instance `kubectl` or `helm`; built first where the cache does
-    not have it."""
+    """Return the path of a binary, for example `kubectl` or `helm`. Build it if it is not cached."""
     return build(tool_of(name)) / name
 
 
 def missing(names: tuple[str, ...]) -> list[str]:
-    """Those of the tools that the cache does not have."""
+    """Return the tools that the cache does not have."""
     return [name for name in names if _built(name) is None]
 
 
 def unavailable(name: str) -> str | None:
-    """Return why a binary cannot be had here, as the reason of a skipped test; None where it can."""
+    """Return why a binary is not available, as the reason of a skipped test, or None if it is available."""
     if shutil.which("go") is None and missing((tool_of(name),)):
         return f"{name} is not built, and there is no `go` to build it."
     return None
 
 
 def ask(name: str, question: Any, *, timeout: float = 120) -> Any:
-    """Return a binary's answer to one question, both as JSON; built first where the cache does not have it.
+    """Send a question to a binary, and return its answer, both as JSON. Build the binary if it is missing.
 
-    ``timeout``: seconds that the answer may take, without the build. Raises BedError with the binary's words
-    where it ends with another exit code than 0.
+    ``timeout``: time limit of the answer in seconds, without the build. Raises BedError with the binary's
+    output if its exit code is not 0.
     """
     return json.loads(run([binary(name)], text=json.dumps(question), timeout=timeout))
 
 
 def build(name: str) -> Path:
-    """The folder of the tool's binaries; built where the cache does not have it.
+    """Return the folder of the tool's binaries. Build them if the cache does not have them.
 
-    Raises BedError with the compiler's words.
+    Raises BedError with the compiler's output if the build fails.
     """
     found = _built(name)
     if found is not None:
@@ -222,14 +221,14 @@ def _go_build(name: str, tool: Tool, package: str, target: Path) -> None:
 
 
 def module(name: str, path: str) -> Path:
-    """The folder of a Go module that the sources of a tool pin, with all that its authors published."""
+    """Return the folder of a Go module that a tool pins, with all its published files."""
     words = ["go", "mod", "download", "-json", path]
     found = json.loads(run(words, directory=_folder(name), environment={"GOWORK": "off"}))
     return Path(found["Dir"])
 
 
 def key(name: str) -> str:
-    """A digest of everything that decides what the binary is, but for Go's version."""
+    """Return a digest of everything that determines the binary, except Go's version."""
     digest = hashlib.sha256(
         repr(TOOLS[name].packages).encode() + TOOLS[name].link_flags.encode()
     )
@@ -244,7 +243,7 @@ def _folder(name: str) -> Path:
 
 def _built(name: str) -> Path | None:
     version = _go_version()
-    pattern = f"{name}-{key(name)}-{version or '*'}/bin"  # without Go any build of these sources will do
+    pattern = f"{name}-{key(name)}-{version or '*'}/bin"  # without Go, accept any build of these sources
     return next(iter(sorted((cache() / "tools").glob(pattern))), None)
 
 

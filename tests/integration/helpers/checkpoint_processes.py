@@ -122,7 +122,7 @@ def end_world(pids: list[int], scratch: Path) -> list[Ended]:
 def run_world(
     function: Callable[..., Any], *, size: int, directory: Path, **params: Any
 ) -> list[Ended]:
-    """Run ``function(world, directory, **params)`` in every rank of a new generation, and wait for all."""
+    """Run ``function(world, directory, **params)`` in all ranks of a new generation, and wait for them."""
     scratch = directory.parent / f"world-{time.monotonic_ns()}"
     return end_world(
         start_world(function, size=size, directory=directory, scratch=scratch, **params),
@@ -157,7 +157,7 @@ def _collect(scratch: Path, rank: int, status: int) -> Ended:
 
 
 def _serve() -> None:
-    """Run the warm process: fork for ``spawn``, reap for ``wait``, and kill what remains at the end of input."""
+    """Run the warm process: fork for ``spawn``, reap for ``wait``, kill the remaining children at the end."""
     import pytest  # noqa: F401  # test files import it
     import torch.distributed.device_mesh  # noqa: F401
 

@@ -160,7 +160,7 @@ def wait_for(is_so: Callable[[], Any], what: str) -> None:
 
 
 class Start:
-    """Starts coordinators in a folder."""
+    """A factory of coordinators in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -236,7 +236,7 @@ def _be_node(task: dict[str, Any]) -> int:
 
 
 def _watch(scratch: Path, faults: list[dict[str, Any]]) -> None:
-    """Record the workers' identities and finished steps, and plan the faults. Call it before forking workers."""
+    """Record the workers' identities and finished steps, and plan the faults. Call it before forking."""
     node_run = importlib.import_module("evergrad_trainer.node.run")
     run_worker = node_run.run_worker
     trace = os.open(scratch / "trace.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

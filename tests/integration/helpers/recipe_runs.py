@@ -137,7 +137,7 @@ def write_recipe(experiment: Experiment, recipe: str, **changes: Any) -> None:
 
 
 def measured(directory: Path) -> dict[tuple[int, str], Any]:
-    """Return the evaluation results by step and set. If a step was evaluated twice, the last result is used."""
+    """Return the evaluation results by step and set. If a step has two, the last result counts."""
     return {
         (row["step"], row["name"]): (row["loss"], row["tokens"], row.get("metrics"))
         for row in read_lines(directory / "evaluation.jsonl")

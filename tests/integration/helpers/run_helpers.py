@@ -243,7 +243,7 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def recipe(**changes: Any) -> dict[str, Any]:
-    """Return ``spec.training`` of a tiny run: 8 steps of 4 slots with one sample each, saved every 3 steps."""
+    """Return ``spec.training`` of a tiny run: 8 steps of 4 one-sample slots, saved every 3 steps."""
     base = {
         "model": {"config": MODEL},
         "data": {
@@ -430,7 +430,7 @@ def wait_until(
 
 
 def _serve() -> None:
-    """Run the warm process: fork for ``spawn``, reap for ``wait``, and kill what remains at the end of input."""
+    """Run the warm process: fork for ``spawn``, reap for ``wait``, kill the remaining children at the end."""
     import transformers.models.llama.modeling_llama  # noqa: F401
     from transformers import AutoModelForCausalLM  # noqa: F401
 
