@@ -1,5 +1,8 @@
-"""Runs in a queue of Kueue itself: quota is given back, runs return, replacements are single, and the status
-names the queue. Kueue v0.19.2 runs beside the bed."""
+"""Runs in a queue of Kueue v0.19.2, which runs next to the bed.
+
+The tests check that quota is released, that preempted runs resume, that a lost pod has a single replacement,
+and that the status contains the queue.
+"""
 
 import contextlib
 import json
@@ -28,32 +31,34 @@ PRIORITY = "kueue.x-k8s.io/priority-class"
 FINALIZER = "kueue.x-k8s.io/managed"
 WORKLOADS = "workloads.kueue.x-k8s.io"
 QUOTA_SECONDS = 10.0
-"""Longest time between the end of what held quota and its return, by the cluster's own times."""
+"""Maximum time in seconds between the end of a quota holder and the release, by the cluster's times."""
 NODE = 100
-"""Processor time of a node, in thousandths, which is what the queue counts."""
+"""CPU request of a node in millicores. The queue's quota counts CPU."""
 PLACE = "example.com/place"
-"""A made-up device, of which a host has as many as it has room for nodes."""
+"""A fake device. A host has one device for each node that it has room for."""
 RACK = "example.com/rack"
-"""Label of hosts that is a level of the topology."""
+"""Host label that is a level of the topology."""
 RACKS = {"n1": 1, "n2": 2}
-"""Host, alone in the rack of its name → nodes for which it has room."""
+"""Host → number of nodes that it has room for. Each host is alone in a rack of the same name."""
 
 
 @dataclass
 class Queue:
-    """A queue of one test, in the test's own namespace."""
+    """A queue of one test, in the test's namespace."""
 
     runs: Runs
     manager: Kueue
 
     @property
     def name(self) -> str:
-        """Name of its LocalQueue and of its ClusterQueue."""
+        """The name of the LocalQueue and the ClusterQueue."""
         return self.runs.namespace
 
     def create(self, *, nodes: int, levels: tuple[str, ...] = ()) -> None:
-        """A queue with room for so many nodes. ``levels``: labels of hosts that are a topology, in which each
-        node takes a PLACE."""
+        """Create a queue with room for ``nodes`` nodes.
+
+        ``levels``: host labels of a topology, in which each node uses a PLACE.
+        """
         self.runs.kubectl(
             "label", "--overwrite", "namespace", self.runs.namespace, f"{NAMESPACES}=true"
         )
@@ -65,7 +70,7 @@ class Queue:
         if levels:
             resources.append({"name": PLACE, "nominalQuota": str(nodes)})
             flavor = self.name
-            # Kueue wants a label of hosts beside a topology: this one all of them have.
+            # Kueue requires a host label with a topology. All hosts have this label.
             spec = {
                 "spec": {
                     "nodeLabels": {"kubernetes.io/os": "linux"},
@@ -116,7 +121,7 @@ class Queue:
         is_queued: bool = True,
         **changes: Any,
     ) -> Run:
-        """A run in this queue. ``nodes``: least and most."""
+        """Start a run in this queue. ``nodes``: minimum and maximum."""
         spec = {
             "nodes": {"min": nodes[0], "max": nodes[1]},
             "resources": {"requests": {"cpu": f"{NODE}m"}},
@@ -129,7 +134,7 @@ class Queue:
         return self.runs.apply(manifest)
 
     def used(self) -> int:
-        """Processor time that is reserved, in thousandths."""
+        """Return the reserved CPU in millicores."""
         found = self.runs.cluster.api.get(f"{QUEUES}/clusterqueues/{self.name}")
         total = 0
         for flavor in found.get("status", {}).get("flavorsReservation", []):
@@ -139,18 +144,18 @@ class Queue:
         return total
 
     def wait_for_use(self, nodes: int) -> None:
-        """Until it is reserved for just so many nodes."""
+        """Wait until CPU for exactly ``nodes`` nodes is reserved."""
         wait_for(lambda: self.used() == nodes * NODE, f"a use of {nodes} nodes")
 
     def workloads(self) -> list[dict[str, Any]]:
-        """Kueue's own records."""
+        """Return Kueue's Workload objects."""
         found: list[dict[str, Any]] = self.runs.cluster.api.get(
             f"{QUEUES}/namespaces/{self.runs.namespace}/workloads"
         )["items"]
         return found
 
     def remove(self) -> None:
-        """Free every pod that Kueue holds, then take the queue away while Kueue still runs."""
+        """Release all pods that Kueue holds, then delete the queue while Kueue still runs."""
         kubectl = self.runs.kubectl
         kubectl("delete", RESOURCE, "--all", "--wait=false", check=False)
         kubectl("delete", "pods", "--all", "--now", "--wait=false", check=False)
@@ -160,7 +165,7 @@ class Queue:
             check=False,
         )
 
-        # While Kueue still runs: a namespace whose Workloads have finalizers would never go.
+        # Delete it while Kueue still runs: a namespace whose Workloads have finalizers is never removed.
         try:
             wait_for(lambda: not self.runs.list("pods"), "pods that Kueue lets go")
             wait_for(lambda: not self.workloads(), "the end of Kueue's records")
@@ -170,13 +175,13 @@ class Queue:
 
 
 def parse_cpu(text: str) -> int:
-    """Thousandths of a quantity of processor time."""
+    """Return a CPU quantity in millicores."""
     return int(text[:-1]) if text.endswith("m") else round(float(text) * 1000)
 
 
 @pytest.fixture(scope="module")
 def manager(cluster: Any, operator: Any) -> Iterator[Kueue]:
-    """Kueue, for the namespaces of these tests alone."""
+    """Return Kueue, which manages only the namespaces of these tests."""
     del operator
     if not cluster.is_bed:
         pytest.skip("Kueue is started beside the bed only.")
@@ -190,7 +195,7 @@ def manager(cluster: Any, operator: Any) -> Iterator[Kueue]:
 
 @pytest.fixture
 def queue(manager: Kueue, runs: Runs) -> Iterator[Queue]:
-    """A queue with room for three nodes, and nothing left behind."""
+    """Return a queue with room for three nodes, which is removed after the test."""
     one = Queue(runs, manager)
     one.create(nodes=3)
     try:
@@ -201,7 +206,7 @@ def queue(manager: Kueue, runs: Runs) -> Iterator[Queue]:
 
 @pytest.fixture
 def racks(manager: Kueue, runs: Runs, faults: Any) -> Iterator[Queue]:
-    """A queue whose quota is larger than what the hosts of its topology have room for."""
+    """Return a queue whose quota exceeds the capacity of its topology's hosts."""
     one = Queue(runs, manager)
     for host, places in RACKS.items():
         faults.set_gpus(host, places, resource=PLACE)
@@ -218,7 +223,7 @@ def racks(manager: Kueue, runs: Runs, faults: Any) -> Iterator[Queue]:
 
 
 def start_in_one_rack(queue: Queue, name: str, *, nodes: tuple[int, int]) -> Run:
-    """A run that asks for a rack as the page on queues says."""
+    """Start a run that requests a rack as documented on the page about queues."""
     return queue.start(
         name,
         nodes=nodes,
@@ -228,17 +233,17 @@ def start_in_one_rack(queue: Queue, name: str, *, nodes: tuple[int, int]) -> Run
 
 
 def hosts(run: Run) -> dict[int, str]:
-    """Index of each node → its host."""
+    """Return the host of each node, by index."""
     return {index: pod["spec"]["nodeName"] for index, pod in run.live_pods().items()}
 
 
 def train(run: Run, *, steps: int = 10) -> None:
-    """Until the run has trained some more steps."""
+    """Wait until the run has trained ``steps`` more steps."""
     run.wait_for_step(run.newest_step() + steps)
 
 
 def wait_until_queued(run: Run, queue: Queue) -> str:
-    """Until the run says that it waits in the queue; what it says."""
+    """Wait until the run's status reports that it waits in the queue, and return the message."""
 
     def is_queued() -> str:
         status = run.status()
@@ -252,7 +257,7 @@ def wait_until_queued(run: Run, queue: Queue) -> str:
 
 
 def attempts(run: Run) -> dict[int, int]:
-    """Index → highest attempt of a pod that was ever made."""
+    """Return the highest attempt of all created pods, by index."""
     names = {
         event["involvedObject"]["name"]
         for event in run.runs.list("events")
@@ -268,7 +273,7 @@ def attempts(run: Run) -> dict[int, int]:
 
 
 def scheduled_at(pod: dict[str, Any]) -> str:
-    """Time at which the pod got its host, as the API server writes times, which sort as texts."""
+    """Return the time at which the pod got its host, in the API server's format, which sorts as text."""
     return next(
         str(one["lastTransitionTime"])
         for one in pod["status"]["conditions"]
@@ -278,16 +283,16 @@ def scheduled_at(pod: dict[str, Any]) -> str:
 
 @dataclass
 class Watched:
-    """Objects that watches of Kueue's records and of pods have shown, complete once the watches have ended."""
+    """The objects from watches of Workloads and pods. They are complete when the watches have ended."""
 
     queue: Queue
     workloads: list[dict[str, Any]]
     pods: list[dict[str, Any]]
 
     def assert_given_back(self, run: Run, *, condition: str = "") -> None:
-        """The quota of a run came back in time.
+        """Check that the quota of a run was released in time.
 
-        ``condition``: its transition is where the time begins; without one, the end of the run's last node.
+        The time starts at the transition of ``condition``, or else at the end of the run's last node.
         """
         newest = {
             one["object"]["metadata"]["name"]: one["object"] for one in self.workloads
@@ -309,20 +314,20 @@ class Watched:
 
 @contextlib.contextmanager
 def watched(queue: Queue) -> Iterator[Watched]:
-    """Watch inside the block, at whose end the quota must be back."""
+    """Watch inside the block. The quota must be released at the end of the block."""
     runs = queue.runs
     with runs.watch(WORKLOADS) as workloads, runs.watch("pods") as pods:
         yield Watched(queue, workloads, pods)
 
 
 def is_node_of(run: Run, pod: dict[str, Any]) -> bool:
-    """Whether a pod is a node of the run, which alone takes quota."""
+    """Return whether a pod is a node of the run. Only nodes use quota."""
     labels = pod["metadata"].get("labels", {})
     return (labels.get(f"{GROUP}/run"), labels.get(f"{GROUP}/role")) == (run.name, "node")
 
 
 def lost_at(workload: dict[str, Any]) -> list[float]:
-    """Times at which a record of Kueue came to hold no quota; empty while it holds some."""
+    """Return the times at which a Workload lost its quota. The list is empty while it holds quota."""
     ends = (("Finished", "True"), ("QuotaReserved", "False"))
     found = [
         one["lastTransitionTime"]
@@ -334,7 +339,7 @@ def lost_at(workload: dict[str, Any]) -> list[float]:
 
 
 def ended_at(pod: dict[str, Any]) -> float:
-    """Time at which a pod's containers ended; of one that shows no end, the end of its grace."""
+    """Return the time at which a pod's containers ended, or the end of its grace if it shows no end."""
     states = [one["state"] for one in pod["status"].get("containerStatuses", [])]
     ends = [one["terminated"]["finishedAt"] for one in states if "terminated" in one]
     texts = ends or [pod["metadata"].get("deletionTimestamp")]
@@ -347,7 +352,7 @@ def test_quota_is_given_back_on_completion(queue: Queue) -> None:
         run.wait_for_phase("Complete")
         queue.wait_for_use(0)
     seen.assert_given_back(run, condition="Complete")
-    # Kueue gives the quota back first, and lets the pods go a moment later.
+    # Kueue releases the quota first, and removes the pods' finalizers a moment later.
     wait_for(
         lambda: (
             not any(
@@ -361,7 +366,7 @@ def test_quota_is_given_back_on_completion(queue: Queue) -> None:
 def test_quota_is_given_back_on_failure_and_the_next_run_starts(queue: Queue) -> None:
     sources = [{"name": "docs", "type": "jsonl", "path": "/documents/nowhere.jsonl"}]
     run = queue.start("wrong", nodes=(3, 3), training={"data": {"sources": sources}})
-    # The first to come is the first to be admitted.
+    # Runs are admitted in the order of their creation.
     wait_for(
         lambda: queue.used() == 3 * NODE or run.status().get("phase") == "Failed",
         "admission",
@@ -458,7 +463,7 @@ def test_a_preempted_run_gives_all_of_its_quota_back_and_returns(queue: Queue) -
     train(low)
     high = queue.start("hi", nodes=(2, 2), priority="high")
     train(high)
-    # Its third node would train nothing, and go on to hold quota.
+    # Otherwise the third node would not train but still hold quota.
     wait_for(lambda: not low.live_pods(), "the elastic node's end")
     queue.wait_for_use(2)
     said = wait_until_queued(low, queue)
@@ -477,7 +482,7 @@ def test_a_preempted_run_gives_all_of_its_quota_back_and_returns(queue: Queue) -
 def test_nodes_above_the_minimum_come_only_after_the_gang(queue: Queue) -> None:
     first = queue.start("first", nodes=(2, 2))
     first.wait_for_pods(0, 1)
-    # One place is free, which a node above the minimum could take.
+    # One place is free. A node above the minimum could use it.
     second = queue.start("second")
     wait_until_queued(second, queue)
     assert sorted(attempts(second)) == [0, 1]
@@ -536,7 +541,7 @@ def test_status_and_events_name_the_queue(queue: Queue) -> None:
 
 @contextlib.contextmanager
 def managing_all(manager: Kueue) -> Iterator[None]:
-    """Kueue started with ``manageJobsWithoutQueueName``, inside the block."""
+    """Run Kueue with ``manageJobsWithoutQueueName`` inside the block."""
     manager.stop()
     try:
         manager.start(manages_all=True)
@@ -593,7 +598,7 @@ def test_a_gang_that_asks_for_a_topology_gets_one_rack_or_waits_for_one(
     # Spread over the hosts, the two would have trained as well; the node above the minimum takes what is left.
     assert hosts(first) == {0: "n2", 1: "n2", 2: "n1"}
 
-    # There is quota for two more, and no rack with room for both.
+    # There is quota for two more nodes, but no rack with room for both.
     first.runs.kubectl(
         *("patch", RESOURCE, "first", "--type=merge"),
         *("--patch", json.dumps({"spec": {"nodes": {"max": 2}}})),

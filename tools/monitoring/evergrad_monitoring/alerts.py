@@ -36,7 +36,7 @@ THRESHOLDS: Final[dict[str, float]] = {
     "failedSeconds": 3600,
     "reconcileErrorShare": 0.1,
     "restartsPerHalfHour": 3,
-    # Below the 100 s after which /healthz fails: the kubelet restarts the process then, and both begin at 0.
+    # Below 100 s, because /healthz fails after 100 s: the kubelet restarts the process, and both reset to 0.
     "queueAgeSeconds": 60,
     "watchLagSeconds": 60,
 }
@@ -78,7 +78,7 @@ _MEAN_STEP: Final = (
 
 
 def _tokens_per_second(window: str) -> str:
-    """Tokens by the seconds of the steps that ended in ``window``. Of none of them it is not a number."""
+    """Return tokens per second of the steps that ended in ``window``. It is NaN if no step ended."""
     return (
         f"{increase('tokens_total', window)}"
         f" / {increase('step_duration_seconds_sum', window)}"
@@ -87,17 +87,17 @@ def _tokens_per_second(window: str) -> str:
 
 _LOSS: Final = by_run("max", metric("loss", 'split="train"'))
 _WAITS_FOR_DATA: Final = rate("step_phase_seconds_total", "15m", 'phase="data"')
-# The next group saves again where a save ended because a node was lost.
+# Ignore saves that failed because a node was lost: the next group saves again.
 _OF_THE_SAVE: Final = 'reason!="peer_lost"'
 _PASSES_FAILED: Final = metric("operator_reconcile_total", 'result="error"')
 _KEPT: Final = increase("productive_seconds_total", "6h")
-# An evaluation is time that was given on purpose.
+# Evaluation time is intended, so it is not lost.
 _LOST: Final = increase("lost_seconds_total", "6h", 'cause!="evaluation"')
 _CREATED: Final = metric("operator_run_created_timestamp_seconds")
 _STARTED: Final = metric("operator_run_started_timestamp_seconds")
 _PROGRESSED: Final = metric("operator_run_last_progress_timestamp_seconds")
 _TRAINING: Final = metric("operator_run_info", 'kind="training"')
-# A script may report none, ever.
+# A script may never report a step.
 _WITHOUT_STEP: Final = (
     f"{in_phase('Running')} == 1 and on ({RUN}) {_TRAINING} unless on ({RUN}) {_PROGRESSED}"
 )
@@ -106,13 +106,13 @@ _BEGUN: Final = by_run("max", _STARTED)
 
 
 def _over_six_hours(aggregate: str, function: str, name: str, selector: str = "") -> str:
-    """A function of the last six hours of each pod's series, one value a run."""
+    """Return a function over the last six hours of each pod's series, aggregated to one value per run."""
     return by_run(aggregate, f"{function}({metric(name, selector)}[6h])")
 
 
 _SAVE_TIME: Final = "checkpoint_last_success_timestamp_seconds"
 _INTERVAL: Final = (
-    # The mean of six hours; where they saw one save or none, the time that the last one took to come.
+    # The mean of six hours, or the time from the start to the last save if there was no second save.
     f"({_over_six_hours('max', 'max_over_time', _SAVE_TIME)}"
     f" - {_over_six_hours('min', 'min_over_time', _SAVE_TIME)})"
     f" / ({_over_six_hours('sum', 'changes', _SAVE_TIME)} > 0)"
@@ -155,7 +155,7 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         _lines(
             # For the message: a resumed run counts from when it was resumed.
             f"time() - max by ({RUN}) ({_STARTED} or {_CREATED})",
-            # All together: a run that fails at each start goes from one to another.
+            # Combine the phases, because a run that fails at each start alternates between them.
             f"and on ({RUN}) ({in_phase('Pending', 'Starting', 'Restarting', 'Waiting')} == 1",
             f"or {_WITHOUT_STEP})",
             f"unless on ({RUN}) {_QUEUED}",
@@ -166,7 +166,7 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
     Alert(
         "TrainingRunBlocked",
         "warning",
-        # A claim or a Secret may follow the run a moment later.
+        # A claim or a Secret may be created shortly after the run.
         "5m",
         f"max by ({RUN}, reason) ({metric('operator_run_stalled')})",
         f"Run {_WHO} needs an action",
@@ -194,7 +194,7 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         "15m",
         _lines(
             f"{_LOSS} > <divergedFactor> * {_LEAST_LOSS}",
-            # Of a loss that may be negative a multiple says nothing.
+            # A multiple of the loss is not meaningful if the loss may be negative.
             f"and on ({RUN}) {_LEAST_LOSS} > 0",
             _RUNNING,
         ),
@@ -226,7 +226,7 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         "info",
         "15m",
         _lines(
-            # Where a step takes longer than the window, the last one counts until the next has ended.
+            # If a step takes longer than the window, use the previous step until the next step ends.
             f"last_over_time(({_tokens_per_second('10m')} > 0)[1h:5m])"
             f" < <throughputShare> * ({_tokens_per_second('6h')})",
             _RUNNING,
@@ -251,9 +251,9 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         "30m",
         _lines(
             f"{_KEPT} / ({_KEPT} + {_LOST}) < <goodputShare>",
-            # Of a run that has just started, the start is most of it.
+            # Ignore new runs, because start-up is most of their time.
             f"and on ({RUN}) {_KEPT} + {_LOST} > <goodputSeconds>",
-            # Time in which somebody had suspended it is downtime to the trainer.
+            # The trainer counts time in which the run was suspended as downtime.
             f"unless on ({RUN}) {_SUSPENDED}",
             _RUNNING,
         ),
@@ -323,12 +323,12 @@ _SELECTORS: Final = """\
 {{- if eq .Values.rbac.scope "namespaced" }}
 {{- $runs = include "evergrad.namespaces" . | fromJsonArray | join "|" | printf "run_namespace=~%q" }}
 {{- end }}"""
-"""Matchers of the series that the release's operator serves itself, and of those of its runs."""
+"""Label matchers of the series of the release's operator, and of the series of its runs."""
 _SERIES: Final = re.compile(r"\b((?:evergrad|process)_\w+)(?:\{([^}]*)\})?")
 
 
 def render_rules() -> str:
-    """The groups of the chart's PrometheusRule, as a template of Helm."""
+    """Return the groups of the chart's PrometheusRule, as a Helm template."""
     return "\n".join(_render()) + "\n"
 
 
@@ -336,7 +336,7 @@ def _render() -> Iterator[str]:
     yield "# Generated by `make generate` from tools/monitoring/evergrad_monitoring/alerts.py."
     yield _SELECTORS
     for name, alerts in (("runs", OF_RUNS), ("operator", OF_OPERATOR)):
-        # Several operators would have one and the same alert otherwise.
+        # Without the namespace, several operators would share the same alert.
         whose = (
             ", namespace: {{ .Release.Namespace | quote }}" if name == "operator" else ""
         )
@@ -361,7 +361,7 @@ def _render() -> Iterator[str]:
 
 
 def _select(line: str, variable: str) -> str:
-    """Add a variable's matchers to each series."""
+    """Add a variable's matchers to each series of a line."""
 
     def add(found: re.Match[str]) -> str:
         before = f"{found[2]}, {{{{ {variable}" if found[2] else f" {{{{- {variable}"
@@ -374,13 +374,13 @@ def _select(line: str, variable: str) -> str:
 def _for_helm(line: str) -> str:
     for key in THRESHOLDS:
         value = f".Values.metrics.rules.thresholds.{key}"
-        # A large number would be written with an exponent, which is no duration.
+        # Helm would print a large number with an exponent, which is not a valid duration.
         line = line.replace(f"<{key}>s", f"{{{{ int64 {value} }}}}s")
         line = line.replace(f"<{key}>", f"{{{{ {value} }}}}")
     return line
 
 
 def _quote(text: str) -> str:
-    """A YAML text in which Helm leaves the templates of Prometheus alone."""
+    """Return a YAML string in which Helm does not expand the Prometheus templates."""
     inner = text.replace("\\", "\\\\").replace('"', '\\"')
     return '"' + inner.replace("{{", "{{`{{").replace("}}", "}}`}}") + '"'
