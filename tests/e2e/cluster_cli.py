@@ -1,4 +1,4 @@
-"""``evergrad`` on a cluster, its page of a run, and ports of pods that kubectl forwards to this machine."""
+"""Runs ``evergrad`` on a cluster, opens the page of a run, and forwards ports of pods with kubectl."""
 
 import contextlib
 import itertools
@@ -33,7 +33,7 @@ class Cli:
     def call(
         self, name: str, *arguments: str, code: int = 0, seconds: float = 600.0
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command that ends with ``code``."""
+        """Run a command, and check that its exit code is ``code``."""
         command = self.command(name, *arguments)
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=seconds, check=False
@@ -45,7 +45,7 @@ class Cli:
         return done
 
     def ask(self, name: str, *arguments: str, code: int = 0) -> Any:
-        """The JSON document of a command."""
+        """Run a command, and return its JSON document."""
         return json.loads(self.call(name, *arguments, "--json", code=code).stdout)
 
     def write(self, manifest: dict[str, Any]) -> str:
@@ -63,7 +63,7 @@ class Page:
     token: str
     file: Path
     printed: str
-    """All that the command has said; whole once it has ended."""
+    """The output of the command. It is complete when the command has ended."""
 
     def read_updates(self, number: int) -> list[dict[str, Any]]:
         """The first states that come by themselves."""
@@ -110,7 +110,7 @@ def open_page(cli: Cli, run: str) -> Iterator[Page]:
 
 @contextlib.contextmanager
 def forward_port(cluster: Any, namespace: str, pod: str, port: int) -> Iterator[str]:
-    """The address on this machine at which a port of a pod answers inside the block."""
+    """Forward a port of a pod inside the block, and yield its address on this machine."""
     place = ["--kubeconfig", str(cluster.kubeconfig), "--namespace", namespace]
     forwarding = subprocess.Popen(
         [str(cluster.kubectl), *place, "port-forward", f"pod/{pod}", f":{port}"],

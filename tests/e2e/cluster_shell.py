@@ -1,4 +1,4 @@
-"""A shell in which the cluster of the tests is chosen, as a person has it who plays a page."""
+"""A shell that uses the cluster of the tests, like the shell of a reader who follows a page."""
 
 import shutil
 from pathlib import Path
@@ -17,7 +17,7 @@ class Shell:
         programs.mkdir()
         for name in ("kubectl", "helm"):
             (programs / name).symlink_to(getattr(cluster, name))
-        # These programs keep for hours what they know of a server; tests bring kinds and take them away.
+        # kubectl and helm cache an API server's kinds for hours, but tests add and remove kinds.
         variables = make_environment(
             KUBECONFIG=str(kubeconfig), KUBECACHEDIR=str(folder / "kubectl-cache")
         )

@@ -366,7 +366,7 @@ def test_quota_is_given_back_on_completion(queue: Queue) -> None:
 def test_quota_is_given_back_on_failure_and_the_next_run_starts(queue: Queue) -> None:
     sources = [{"name": "docs", "type": "jsonl", "path": "/documents/nowhere.jsonl"}]
     run = queue.start("wrong", nodes=(3, 3), training={"data": {"sources": sources}})
-    # Runs are admitted in the order of their creation.
+    # Wait for this run's admission before the next run starts, so that the next run has to wait.
     wait_for(
         lambda: queue.used() == 3 * NODE or run.status().get("phase") == "Failed",
         "admission",

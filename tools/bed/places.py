@@ -5,8 +5,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-# Beds of other numbers stand beside the first, with other names and addresses: its own tests need one of
-# theirs.
+# Beds with other numbers can run next to the first bed, with other names and addresses. The bed's own tests
+# use one.
 NUMBER = int(os.environ.get("EVERGRAD_BED", "0"))
 NAME = f"bed{NUMBER or ''}"
 
@@ -24,7 +24,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Family:
-    """Addresses of one family; in `machines` and `pods_of_a_node` braces stand for a number."""
+    """The addresses of one IP family. Braces in `machines` and `pods_of_a_node` are replaced by a number."""
 
     name: str
     machines: str
@@ -53,7 +53,7 @@ _FAMILIES = (
         name="ipv6",
         machines=f"fd00:{100 + NUMBER}::{{}}",
         machines_length=64,
-        # The kernel would look for a second owner of the address for a second, and refuse it meanwhile.
+        # Disable duplicate address detection, during which the kernel refuses the address for a second.
         address_flags="nodad",
         pods=f"fd00:{100 + NUMBER}:244::/48",
         pods_of_a_node=f"fd00:{100 + NUMBER}:244:{{}}::/64",
@@ -65,7 +65,7 @@ _FAMILIES = (
 
 
 def families_named(text: str) -> tuple[Family, ...]:
-    """The families of a list such as `ipv6,ipv4`, in its order; ValueError for any other text."""
+    """Return the families of a list such as `ipv6,ipv4`, in order. Raises ValueError for other texts."""
     known = {family.name: family for family in _FAMILIES}
     names = text.split(",")
     if not set(names) <= set(known) or len(set(names)) < len(names):
@@ -77,12 +77,12 @@ def families_named(text: str) -> tuple[Family, ...]:
 
 
 def in_url(address: str) -> str:
-    """The address as it stands before a port."""
+    """Return the address in the form that precedes a port in a URL."""
     return f"[{address}]" if ":" in address else address
 
 
 FAMILIES = families_named(os.environ.get("EVERGRAD_BED_FAMILIES", "ipv4"))
-# All that has one address has it in the first family.
+# Components with a single address have an address of the first family.
 HOST_ADDRESS = FAMILIES[0].machines.format(254)
 CONTROL_ADDRESS = FAMILIES[0].machines.format(1)
 API_SERVER = f"https://{in_url(CONTROL_ADDRESS)}:6443"
@@ -92,37 +92,37 @@ PODS = ",".join(family.pods for family in FAMILIES)
 BRIDGE_END = f"bed{NUMBER}"  # the link of the machine's own network namespace
 STORAGE_CLASS = "shared"
 SINGLE_CLASS = "single"
-"""A class whose volumes are ReadWriteOnce only, like those of a laptop's cluster."""
+"""Storage class with only ReadWriteOnce volumes, like the volumes of a local cluster."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One node: its name and its numbers."""
+    """The name and the numbers of one node."""
 
     name: str
     number: int
 
     @property
     def address(self) -> str:
-        """The node's first InternalIP; its NodePorts are there too."""
+        """The node's first InternalIP, which also serves its NodePorts."""
         return self.addresses[0]
 
     @property
     def addresses(self) -> list[str]:
-        """Its InternalIPs, one a family."""
+        """The node's InternalIPs, one per family."""
         return [self.address_in(family) for family in FAMILIES]
 
     @property
     def pods(self) -> list[str]:
-        """The ranges of its pods' addresses, one a family."""
+        """The address ranges of the node's pods, one per family."""
         return [self.pods_in(family) for family in FAMILIES]
 
     def address_in(self, family: Family) -> str:
-        """Its address of this family."""
+        """Return the node's address of this family."""
         return family.machines.format(10 + self.number)
 
     def pods_in(self, family: Family) -> str:
-        """The range of its pods' addresses of this family."""
+        """Return the address range of the node's pods in this family."""
         return family.pods_of_a_node.format(self.number)
 
 
@@ -130,7 +130,7 @@ NODES = (Node("n1", 1), Node("n2", 2))
 
 
 def node_named(name: str) -> Node:
-    """The node of this name; ValueError for any other."""
+    """Return the node of this name. Raises ValueError for other names."""
     for node in NODES:
         if node.name == name:
             return node
@@ -154,20 +154,20 @@ def cache() -> Path:
 
 
 def work() -> Path:
-    """The bed's scratch: deleted by `down`."""
+    """Return the bed's scratch folder, which `down` deletes."""
     return cache() / NAME
 
 
 def volumes() -> Path:
-    """The directories behind persistent volumes; the same path in both nodes."""
+    """Return the folder of the persistent volumes. Its path is the same in both nodes."""
     return work() / "volumes"
 
 
 def logs() -> Path:
-    """One log per process."""
+    """Return the folder with one log per process."""
     return work() / "logs"
 
 
 def pki() -> Path:
-    """Certificates, keys and kubeconfigs."""
+    """Return the folder for certificates, keys and kubeconfigs."""
     return work() / "pki"

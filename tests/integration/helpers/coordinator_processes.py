@@ -200,7 +200,7 @@ def read_until_closed(connection: socket.socket) -> bytes:
 
 
 class Node:
-    """A node that answers as it should.
+    """A node that answers correctly.
 
     ``step`` grows while its group is whole only because nobody stops it.
     """

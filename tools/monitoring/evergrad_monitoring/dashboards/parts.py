@@ -1,7 +1,7 @@
-"""What the dashboards are made of: panels, variables, links, and their JSON.
+"""Builds the parts of the dashboards: panels, variables and links, and renders their JSON.
 
-Built with Grafana's Foundation SDK, which checks no value; tests hold the result to the rules of Grafana's
-dashboard linter.
+It uses Grafana's Foundation SDK, which validates no values. Tests check the result with the rules of
+Grafana's dashboard linter.
 """
 
 import json
@@ -33,9 +33,9 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 PROMETHEUS: Final = DataSourceRef(type_val="prometheus", uid="${datasource}")
 FLEET, RUN, OPERATOR = "evergrad-fleet", "evergrad-run", "evergrad-operator"
-"""Uids, which links between dashboards use."""
+"""UIDs of the dashboards, for the links between them."""
 OF_RUN: Final = 'run_namespace="$run_namespace", run="$run"'
-"""Selector of the series of the run that is looked at."""
+"""Selector of the series of the selected run."""
 _TAG: Final = "evergrad"
 _HEIGHT: Final = 8
 _WIDTH: Final = 24
@@ -48,11 +48,11 @@ P = TypeVar(
 
 
 MOST_SERIES: Final = 10
-"""Series of a query that may have any number of them. A legend of more than twenty is no legend."""
+"""Maximum number of series of an unbounded query, so that its legend stays readable."""
 
 
 def top(expression: str) -> str:
-    """The largest series of a query at each moment, for labels whose values nobody bounds."""
+    """Return the largest series of a query at each moment, for labels with an unbounded number of values."""
     return f"topk({MOST_SERIES}, {expression})"
 
 
@@ -63,11 +63,10 @@ def plot(
     *queries: Query,
     shape: Literal["lines", "stack", "share", "any"] = "lines",
 ) -> timeseries.Panel:
-    """Something over time, half as wide as the page. ``unit`` is Grafana's name of one.
+    """Return a panel of values over time, half as wide as the page. ``unit`` is Grafana's name of a unit.
 
-    ``shape``: ``lines`` from 0 on, a ``stack`` of parts of a whole, a ``share`` from 0 to 1, or lines of
-    ``any`` sign.
-    A gap stays a gap: a run that stands still has no value, and its last one would be wrong.
+    ``shape``: ``lines`` from 0, a ``stack`` of parts of a whole, a ``share`` from 0 to 1, or lines of ``any``
+    sign. Gaps are not connected: a paused run has no value, and its last value would be wrong.
     """
     panel = _begin(timeseries.Panel(), title, description, queries, _WIDTH // 2)
     panel = panel.unit(unit).span_nulls(False)
@@ -89,7 +88,7 @@ def number(
     span: int = 4,
     legend: str = "",
 ) -> stat.Panel:
-    """The newest value, large. ``legend``: what tells several of them apart."""
+    """Return a panel with the newest value. ``legend`` distinguishes several values."""
     queries = [(expression, legend or title)]
     panel = _begin(stat.Panel(), title, description, queries, span)
     calculation = common.ReduceDataOptions().calcs(["lastNotNull"])
@@ -99,7 +98,7 @@ def number(
 def states(
     title: str, description: str, expression: str, legend: str
 ) -> statetimeline.Panel:
-    """Which of several states held when."""
+    """Return a panel that shows which of several states was active over time."""
     panel = _begin(
         statetimeline.Panel(), title, description, [(expression, legend)], _WIDTH
     )
@@ -107,7 +106,7 @@ def states(
 
 
 def buckets(title: str, description: str, unit: str, expression: str) -> heatmap.Panel:
-    """The distribution of a histogram over time; ``expression`` keeps the label ``le``."""
+    """Return a panel with a histogram's distribution over time. ``expression`` keeps the label ``le``."""
     panel = _begin(heatmap.Panel(), title, description, [], 12)
     query = _query(expression, "{{le}}", 0).format(PromQueryFormat.HEATMAP)
     return panel.with_target(query).unit(unit)
@@ -121,11 +120,10 @@ def rows(
     states: str = "",
     links: Mapping[str, str] | None = None,
 ) -> table.Panel:
-    """A table with a row a run, or whatever else the queries are by: their newest values, joined by the
-    labels that they share.
+    """Return a table with the newest values of the queries, joined by their common labels (a row per run).
 
-    ``columns``: heading to PromQL. ``states``: heading of the query whose labels say all, its value being
-    always 1. ``links``: URL that a cell leads to, by its column.
+    ``columns``: heading → PromQL. ``states``: heading of the query whose value is always 1 and whose labels
+    are the information. ``links``: column → URL of its cells.
     """
     panel = _begin(table.Panel(), title, description, [], _WIDTH).unit("short")
     headings, excluded = {}, {"Time": True}
@@ -148,7 +146,7 @@ def rows(
 
 
 def begin_dashboard(title: str, uid: str, description: str) -> dashboard.Dashboard:
-    """A dashboard with the data source to choose, and links to the others."""
+    """Return a dashboard with a data source variable and links to the other dashboards."""
     board = (
         dashboard.Dashboard(title).uid(uid).description(description).tags([_TAG]).readonly()
     )
@@ -163,20 +161,20 @@ def begin_dashboard(title: str, uid: str, description: str) -> dashboard.Dashboa
 
 
 def choose(name: str, label: str, selector: str, of: str) -> dashboard.QueryVariable:
-    """A variable with the values that the label ``of`` has in the series of ``selector``."""
+    """Return a variable with the values of the label ``of`` in the series of ``selector``."""
     variable = dashboard.QueryVariable(name).label(label).datasource(PROMETHEUS)
     variable = variable.query(f"label_values({selector}, {of})")
     return variable.refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
 
 
 def mark(name: str, expression: str, color: str) -> dashboard.AnnotationQuery:
-    """A mark in all panels where ``expression`` has a value."""
+    """Return an annotation that marks all panels when ``expression`` has a value."""
     annotation = dashboard.AnnotationQuery().name(name).datasource(PROMETHEUS)
     return annotation.enable(True).icon_color(color).expr(expression)
 
 
 def render_dashboard(board: Board) -> str:
-    """The JSON that Grafana imports, with what the SDK leaves open filled in."""
+    """Return the JSON that Grafana imports, including fields that the SDK leaves out."""
     made: dict[str, Any] = json.loads(JSONEncoder(sort_keys=True).encode(board))
     for count, panel in enumerate(made["panels"], start=1):
         panel["id"] = count
