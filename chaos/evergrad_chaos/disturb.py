@@ -1,4 +1,4 @@
-"""Carries a plan of disturbances out on a run of this machine, and reports each on stdout."""
+"""Applies a plan of disturbances to a run on this machine, and reports each disturbance on stdout."""
 
 import contextlib
 import os
@@ -25,14 +25,14 @@ _STATUS_SECONDS = 0.1
 
 
 def make_nodes(main: Callable[[int], int], num_nodes: int) -> DisturbedNodes:
-    """Nodes of this machine, each of which calls ``main`` with its index in a process of its own."""
+    """Return nodes on this machine; each node calls ``main`` with its index in a separate process."""
     return DisturbedNodes(main, num_nodes)
 
 
 def run_disturbed(
     seed: int, coordinator: LocalCoordinator, nodes: DisturbedNodes, *, directory: Path
 ) -> int:
-    """``run_local`` with disturbances; prints a summary at the end. Returns the run's exit code."""
+    """Call ``run_local`` with disturbances, print a summary at the end, and return the run's exit code."""
     chaos = Chaos(seed, coordinator, nodes)
     try:
         return run_local(coordinator, nodes, on_tick=chaos.tick)
@@ -42,9 +42,9 @@ def run_disturbed(
 
 
 class Chaos:
-    """One event after the other; each waits until the run has recovered from the one before.
+    """Applies one event after another; each event waits until the run has recovered from the previous event.
 
-    ``tick`` is called some times a second.
+    ``tick`` must be called several times per second.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class Chaos:
         self._looked_at = 0.0
         self._has_given_up = False
         self._starving: Disturbance | None = None
-        """Kills the only node that holds the state, once it hands that to the other."""
+        """The disturbance that kills the only holder of the state while it transfers the state; or None."""
         self._source = 0
-        """The process id of that node."""
+        """Process id of the node that is the only holder of the state."""
 
     def tick(self) -> None:
-        """Do what is due."""
+        """Apply the disturbances that are due, or check whether the run has recovered."""
         now = time.monotonic()
         if self._has_given_up:
             return
@@ -76,8 +76,8 @@ class Chaos:
                 self._strike(item[1])
             return
         if self._starving is not None:
-            # A group of two forms anew: its members bring each other to one state before they report that
-            # they are up.
+            # A group of two is forming again: its members transfer the state before they report that they
+            # are up.
             status = self._recovery.look()
             if (
                 status is not None
@@ -98,11 +98,12 @@ class Chaos:
                     (now + one.delay_seconds, one) for one in self._event.disturbances
                 ]
         elif now - self._looked_at >= _STATUS_SECONDS:
-            # Has the run recovered? One that hangs is given up.
+            # Check whether the run has recovered. If it hangs, apply no further event.
             self._looked_at = now
             recovery = self._recovery
             status, seconds = recovery.look(), now - recovery.began
-            # While a process is frozen the run may look well without it, and stumble when that thaws.
+            # A run with a frozen process may look healthy without it and be disturbed when the process
+            # continues, so recovery counts only without frozen processes.
             if (
                 status is not None
                 and not self._nodes.frozen
@@ -128,12 +129,12 @@ class Chaos:
                 process = self._coordinator.process
                 if process is not None and process.poll() is None:
                     self._say(f"kills the coordinator (pid {process.pid})")
-                    # Its successor counts lost seconds from zero.
+                    # Read the status first, because the next coordinator counts lost seconds from zero.
                     self._recovery.look()
                     self.tally.end_coordinator()
                     process.kill()
             case "join":
-                # One more node; if that is here already, it leaves for good.
+                # Start one more node. If it already runs, request it to leave permanently.
                 extra = self._nodes.num_nodes
                 if extra not in self._nodes.nodes:
                     self._say(f"starts one more node, {extra}")
@@ -145,7 +146,7 @@ class Chaos:
                 self._say(f"kills all nodes at once (pids {', '.join(map(str, pids))})")
                 self._kill_all(set(pids))
             case "starve":
-                # One of two nodes; then the other, while it hands its state to the first one's successor.
+                # Kill one of two nodes, and then the other while it transfers its state to the replacement.
                 alive = self._nodes.alive()
                 index = choose_victim(one.pick, alive, self._recovery.whole)
                 if index is None or len(alive) != 2:
@@ -164,7 +165,7 @@ class Chaos:
                 self._hit(one)
 
     def _kill_all(self, pids: set[int]) -> None:
-        """Kill all that hold the state."""
+        """Kill these processes, which are all holders of the state."""
         self._recovery.expect_generation(pids)
         self._nodes.thaw_all()
         for pid in pids:
@@ -173,7 +174,7 @@ class Chaos:
         self._recovery.whole = set()
 
     def _hit(self, one: Disturbance) -> None:
-        """Disturb one node, or one of its workers, without which somebody still holds the state."""
+        """Disturb one node or one of its workers, if another node still holds the state."""
         alive = {
             index: pid
             for index, pid in self._nodes.alive().items()

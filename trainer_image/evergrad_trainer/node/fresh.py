@@ -1,5 +1,5 @@
-"""The workers of one node where each generation has its own: scripts, and state that no single rank holds
-whole (level 2)."""
+"""Controls the workers of one node if each generation starts its own workers: scripts, and state that is
+sharded over the ranks (level 2)."""
 
 import signal
 import time
@@ -21,14 +21,15 @@ from evergrad_trainer.node.workers import Worker
 from evergrad_trainer.worker import channel
 
 _HARD_SECONDS = 0.3
-"""A worker of a group that is gone has nothing to save: so long it may take to end by itself."""
+"""Seconds that a worker of a broken group has to end by itself; it has no state to save."""
 
 
 @dataclass(frozen=True)
 class Stops:
-    """``can_stop(generation)``: whether its workers save and leave when they are asked to.
+    """How workers stop in order.
 
-    They get ``grace_seconds``.
+    ``can_stop(generation)`` returns whether the workers of a generation save and leave when they receive
+    SIGTERM. They have ``grace_seconds`` to do so.
     """
 
     can_stop: Callable[[int], bool]
@@ -36,9 +37,9 @@ class Stops:
 
 
 class FreshWorkers:
-    """Starts workers when a group begins and ends them when it is left.
+    """Starts workers when a group begins, and ends them when the node leaves the group.
 
-    ``start(local_rank, serial, variables)``.
+    ``start(local_rank, serial, variables)`` starts a process with these environment variables.
     """
 
     def __init__(
@@ -53,7 +54,11 @@ class FreshWorkers:
         ),
         stragglers: Stragglers | None = None,
     ) -> None:
-        """``call_later(seconds, act)``: without it deadlines are kept at the next ``tick``."""
+        """Prepare an empty group.
+
+        ``call_later(seconds, act)`` calls ``act`` after a delay. Without it, deadlines are checked only at
+        the next ``tick``.
+        """
         self._start_process = start
         self._num_workers = num_workers
         self._tell = report
@@ -71,7 +76,7 @@ class FreshWorkers:
         self._expects_ends = False
         """Whether a worker of the running group has ended with 0, here or on another node."""
         self._ready_at = float("-inf")
-        """Before that time no group begins here: what failed is tried again after a pause."""
+        """Time before which this node is not ready for a group, so that it pauses after a failure."""
         self._is_stopping = False
         self._kill_at: float | None = None
         self._is_ending = False
@@ -80,12 +85,12 @@ class FreshWorkers:
 
     @property
     def capacity(self) -> int:
-        """Workers this node would start; it is warm as soon as it runs."""
+        """Number of workers that this node can start; 0 if the node is ending."""
         return 0 if self._is_ending else self._num_workers
 
     @property
     def place(self) -> Go | None:
-        """The running group's message to this node."""
+        """The ``Go`` message of the running group, or None."""
         return self._go
 
     @property
@@ -93,7 +98,7 @@ class FreshWorkers:
         return not self._workers
 
     def start(self) -> None:
-        """Nothing to start before a group begins."""
+        """Do nothing: workers start when a group begins."""
 
     def change(
         self,
@@ -103,11 +108,12 @@ class FreshWorkers:
         detail: str = "",
         is_only_holder: bool = False,
     ) -> None:
-        """Leave the running group: in order if it is whole and its workers know how, at once otherwise.
+        """Leave the running group.
 
-        Workers that stop in order save by themselves, so ``order.saves`` says nothing new to them.
+        If the group is intact and its workers can stop in order, they have ``grace_seconds``; otherwise they
+        have 0.3 s. Workers that stop in order save by themselves, so ``order.saves`` is not used.
         """
-        # A plan that is told again is answered again: the answer may have been lost.
+        # Answer a repeated plan again, because the first answer may be lost.
         self._generation = max(order.generation, self._generation)
         self._answered = min(self._answered, order.generation - 1)
         if self._workers:
@@ -126,7 +132,7 @@ class FreshWorkers:
         """Start this generation's workers with torchrun's variables."""
         self._go, self._ends, self._is_stopping, self._kill_at = go, {}, False, None
         self._expects_ends = False
-        # Each generation has its own processes: what an older one left behind cannot reach the new group.
+        # Each generation has its own processes, so remains of an older generation cannot reach the new group.
         for local_rank in range(go.workers):
             self._serial += 1
             rank = go.first_rank + local_rank
@@ -145,7 +151,7 @@ class FreshWorkers:
                 "TORCHELASTIC_RUN_ID": str(go.generation),
                 "TORCHELASTIC_RESTART_COUNT": "0",
                 "TORCHELASTIC_MAX_RESTARTS": "0",
-                # The store is the node's: rank 0 must not try to open another one at its port.
+                # The node runs the store, so rank 0 must not try to open another store at the same port.
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
             worker = self._start_process(local_rank, self._serial, variables)
@@ -158,31 +164,31 @@ class FreshWorkers:
         self._tell(Up(go.generation, -1))
 
     def expect_ends(self, generation: int) -> None:
-        """A worker of ``generation`` has ended with 0 elsewhere: the others are expected to end, too."""
+        """Expect the workers of ``generation`` to end, because a worker on another node ended with 0."""
         if self._go is not None and self._go.generation == generation:
             self._expects_ends = True
 
     def depart(self, generation: int | None, *, save: bool) -> None:
-        """Leave the run. Workers saved when they were asked to stop, or could not."""
+        """Leave the run. Workers that can save do so when they are requested to stop."""
         self._is_ending = self._is_departing = True
         if self._workers:
             self._stop(self._grace_seconds, is_asking=not self._is_stopping)
         self._check_gone()
 
     def finish(self, exit_code: int) -> None:
-        """The run is over."""
+        """End all workers within 0.3 s, because the run is over."""
         self._is_ending = True
         if self._workers:
             self._stop(_HARD_SECONDS, is_asking=True)
 
     def kill(self) -> None:
-        """End all workers now."""
+        """Kill all workers."""
         self._is_ending = True
         for worker in self._workers.values():
             worker.kill()
 
     def hear(self, worker: Worker, record: channel.Record) -> None:
-        """A record from a worker."""
+        """Process a record from a worker."""
         match record:
             case channel.Failed():
                 worker.failure = record
@@ -192,7 +198,7 @@ class FreshWorkers:
                 self._tell(record)
 
     def end(self, worker: Worker, exit_code: int) -> None:
-        """A worker's process has ended."""
+        """Process the end of a worker's process, and report the outcome when all workers have ended."""
         if self._workers.get(worker.local_rank) is worker:
             del self._workers[worker.local_rank]
         worker.state = "ended"
@@ -207,7 +213,7 @@ class FreshWorkers:
             if self._go.world_size > 1:
                 self._tell(Finished(self._go.generation, worker.rank))
 
-        # An end that was asked for says whether the state is saved; any other breaks the group.
+        # A requested end reports whether the state is saved. A failure or a lost lease breaks the group.
         if end.why is Why.ASKED:
             self._are_saved = self._are_saved and end.is_saved
         elif end.why in (Why.FAILED, Why.LEASE_LOST) and self._go is not None:
@@ -218,21 +224,21 @@ class FreshWorkers:
                     text = f"workers failed again and again; the last one: {end.text}"
                     self._tell(NoWorkers(text, end.kind, trouble=end.trouble))
                     return
-                # This host tries once more, a while later.
+                # Try again on this host after the pause.
                 self._ready_at = time.monotonic() + pause
                 self._call_later(pause, self.tick)
-            # Its siblings' group is gone too.
+            # The group of the other workers is broken, too.
             self._stop(_HARD_SECONDS, is_asking=True)
         if self._workers:
             return
 
-        # All of them have ended.
+        # All workers have ended.
         go, ends = self._go, self._ends.values()
         self._is_stopping, self._kill_at = False, None
         self._check_gone()
         if self._is_ending or go is None:
             return
-        # The node's word depends on all of its workers: one that failed outweighs the others.
+        # The node's report depends on all its workers: one failed worker outweighs the others.
         whys = {one.why for one in ends}
         if whys == {Why.DONE}:
             self._tell(Done(go.generation))
@@ -245,12 +251,12 @@ class FreshWorkers:
         self._check_ready()
 
     def tick(self) -> None:
-        """Now and then: end workers that have had their time."""
+        """Kill workers whose deadline has passed, and report readiness if it is due; called periodically."""
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             for worker in self._workers.values():
                 worker.kill()
         if self._expects_ends and not self._is_stopping:
-            # Their ends then break the group, as those of other workers that fail.
+            # The ends of hung workers then break the group, as any failure of a worker does.
             self._stragglers.end_hung(self._workers.values(), now=time.monotonic())
         self._check_ready()
 
@@ -259,7 +265,7 @@ class FreshWorkers:
         deadline = time.monotonic() + seconds
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
         self._is_stopping = True
-        # The others wait for this node: a deadline kept at the next tick would cost them a quarter second.
+        # Do not wait for the next tick to check the deadline: the other nodes would wait 0.25 s longer.
         self._call_later(max(0.0, self._kill_at - time.monotonic()), self.tick)
         if is_asking:
             for worker in self._workers.values():

@@ -1,4 +1,4 @@
-"""How a node's part in the run ends: its exit code, and the cause that it leaves for Kubernetes."""
+"""Decides how a node ends: its exit code, and the cause that it writes for Kubernetes."""
 
 import asyncio
 import socket
@@ -13,26 +13,31 @@ from evergrad_trainer.node.settings import NodeSettings
 
 
 class NodeEnd:
-    """How this node's part in the run ends: the first exit code counts, and the newest cause."""
+    """The exit code and the cause with which this node ends.
+
+    The first exit code and the newest cause count.
+    """
 
     def __init__(self, settings: NodeSettings) -> None:
         self._settings = settings
         self.exit_code: int | None = None
         self.is_hurried = False
-        """Whether workers are killed, and nothing lingers, since there is no time or nobody who could look
-        after them."""
+        """Whether to kill the workers and exit without waiting, because no time is left or the supervisor
+        cannot control them any more."""
         self.over = asyncio.Event()
         self.cause = ""
         self._kind = ErrorKind.INTERNAL
         self._trouble = ""
 
     def note(self, kind: ErrorKind, text: str, trouble: str = "") -> None:
-        """Remember what the trouble is: the reason that this node gives when it ends. ``trouble``: one of
-        causes.TROUBLES, of a volume."""
+        """Record the reason that this node reports when it ends.
+
+        ``trouble`` is an item of ``causes.TROUBLES`` if a volume is the reason, and empty otherwise.
+        """
         self._kind, self.cause, self._trouble = kind, text, trouble
 
     def note_error(self, where: str, error: BaseException) -> None:
-        """Remember an error of the supervisor itself, unless the node ends for another reason already."""
+        """Record an error of the supervisor itself, unless the node already ends for another reason."""
         if self.exit_code is None:
             is_known = isinstance(error, EvergradError)
             kind = ErrorKind.ENVIRONMENT if is_host_trouble(error) else ErrorKind.INTERNAL
@@ -43,7 +48,7 @@ class NodeEnd:
             self.note(kind, f"{where}: {text}", trouble_of(error) if is_of_host else "")
 
     def note_broken(self, message: Broken) -> str:
-        """Remember what broke a group of this node; returns words for the log."""
+        """Record why a group of this node broke, and return a text for the log."""
         # A worker that was in no group yet has no rank.
         rank = f"rank {message.rank}" if message.rank >= 0 else ""
         where = ", ".join(filter(None, (f"node {self._settings.node}", rank)))
@@ -52,13 +57,13 @@ class NodeEnd:
         return f"{who}{message.message}"
 
     def note_host(self, kind: ErrorKind, text: str, trouble: str = "") -> None:
-        """Remember trouble that another host may not have."""
+        """Record a problem that may not occur on another host."""
         where = f"node {self._settings.node} on host {socket.gethostname()}"
         self.note(kind, f"{where}{text}", trouble)
 
     def note_outcome(self, message: End) -> None:
-        """Remember the outcome of the run where it is not a good one: it is no trouble of this host."""
-        # A node that has a cause of its own keeps it: the coordinator's words are about the whole run.
+        """Record the outcome of the run if it failed; such a failure is not a problem of this host."""
+        # A node keeps its own cause if it has one: the coordinator's message describes the whole run.
         if message.message and message.exit_code != ExitCode.DONE:
             is_input = message.exit_code == ExitCode.USER_ERROR
             kind = ErrorKind.INPUT if is_input else ErrorKind.INTERNAL
@@ -66,7 +71,7 @@ class NodeEnd:
             print(message.message, file=sys.stderr, flush=True)
 
     def write(self) -> int:
-        """Leave the cause where Kubernetes looks for it; the exit code."""
+        """Write the cause to the termination log that Kubernetes reads, and return the exit code."""
         code = int(ExitCode.INTERNAL) if self.exit_code is None else self.exit_code
         if code not in (ExitCode.DONE, ExitCode.STOPPED_SAVED):
             write_termination_message(

@@ -1,8 +1,7 @@
-"""The workers of one node that outlive their worlds: asks, counts and replaces them. Nothing about the group
-is decided here.
+"""Controls, counts and replaces the workers of one node that outlive their worlds.
 
-The supervisor passes on what the coordinator said; the worker group hands back reports: values of
-``node.reports``.
+No decision about the group is made here. The supervisor passes on the coordinator's messages, and the worker
+group returns reports, which are values of ``node.reports``.
 """
 
 import logging
@@ -25,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerGroup(Protocol):
-    """The workers of one node, as its supervisor knows them."""
+    """The interface through which a supervisor controls the workers of its node."""
 
     @property
     def capacity(self) -> int: ...
@@ -54,9 +53,10 @@ class WorkerGroup(Protocol):
 
 @dataclass(frozen=True)
 class WorkerBounds:
-    """``setup_seconds``: for the members of a group, who are all ready, to meet.
+    """Time limits of a group.
 
-    ``timeout_seconds``: of its collectives.
+    ``setup_seconds`` is the time in which all members, once ready, must connect to each other.
+    ``timeout_seconds`` is the timeout of the group's collectives.
     """
 
     setup_seconds: float
@@ -64,17 +64,17 @@ class WorkerBounds:
 
 
 class Entry:
-    """Workers on their way into one group."""
+    """The workers that are entering a group, and the state transferred to them so far."""
 
     def __init__(self, go: Go, workers: Sequence[Worker]) -> None:
         self.go = go
         self._workers = workers
         self._moved = sum(one.heartbeat.moved_bytes for one in workers)
-        """Bytes of state that were reported, those of groups before included."""
+        """Bytes of state that the workers have reported, including the bytes of earlier groups."""
         self._is_up = False
 
     def find_up(self, record: channel.WorkerUp) -> Up | None:
-        """The word that all are in, once: when the last worker is."""
+        """Return the ``Up`` message when the last worker has entered the group, and None otherwise."""
         generation = self.go.generation
         if self._is_up or any(one.up_generation < generation for one in self._workers):
             return None
@@ -82,7 +82,10 @@ class Entry:
         return Up(generation, record.step)
 
     def find_growth(self) -> Restoring | None:
-        """The bytes of state that have reached the workers, where they are more and not all are in yet."""
+        """Return the bytes of state that have reached the workers, or None.
+
+        The result is None if the number has not grown since the last call, or if all workers have entered.
+        """
         moved = sum(one.heartbeat.moved_bytes for one in self._workers)
         if self._is_up or moved <= self._moved:
             return None
@@ -91,17 +94,17 @@ class Entry:
 
 
 class Farewell:
-    """Workers on their way out of the run, of which at most one saves the state."""
+    """The workers that are leaving the run; at most one of them saves the state."""
 
     def __init__(
         self, holders: Sequence[Worker], generation: int | None, *, save: bool
     ) -> None:
-        """Tell ``holders`` to leave; with ``save`` the one with the newest step saves first."""
+        """Order ``holders`` to leave; with ``save``, the worker with the newest step saves first."""
         number = channel.LOCAL_GENERATION if generation is None else generation
         newest = min(holders, key=lambda one: (-one.step, one.local_rank), default=None)
         self._saver = newest if save else None
         self.is_saved = self._saver is None
-        """Whether what was to be saved is: not before the worker that saves reports it."""
+        """Whether the state is saved, as the worker that saves it reports; True if no save was requested."""
         for worker in holders:
             order = channel.WorkerLeave(
                 number, save=worker is self._saver, is_planned=generation is not None
@@ -109,20 +112,20 @@ class Farewell:
             worker.channel.send(order, wait=False)
 
     def note_left(self, worker: Worker, record: channel.WorkerLeft) -> None:
-        """A worker reports that it is about to end."""
+        """Record a worker's report that it is about to end."""
         if worker is self._saver:
             self.is_saved = record.is_saved
 
 
 def pass_on_broken(worker: Worker, record: channel.WorkerBroken) -> Broken:
-    """Tell the coordinator what a worker says of the end of its group."""
+    """Return the coordinator's message for a worker's report that its group has broken."""
     is_numeric = record.kind == ErrorKind.NUMERIC
     cause: BreakCause = "numeric" if is_numeric else "peer_lost"
     return Broken(record.generation, cause, worker.rank, record.step, message=record.text)
 
 
 class InProcessWorkers:
-    """Level 1: a worker's process lasts as long as the node, whatever becomes of its groups."""
+    """Level 1: a worker's process runs as long as the node, and takes part in one group after another."""
 
     def __init__(
         self,
@@ -133,8 +136,11 @@ class InProcessWorkers:
         describe_place: Callable[[int, int], str],
         bounds: WorkerBounds,
     ) -> None:
-        """``start(local_rank, serial)`` starts a process; ``describe_place(step, slot)`` names the samples of
-        a slot."""
+        """Prepare the workers without starting them.
+
+        ``start(local_rank, serial)`` starts a process, and ``describe_place(step, slot)`` names the samples
+        of a slot.
+        """
         self._starts = WorkerStarts(start, num_workers=num_workers)
         self._tell = report
         self._describe_place = describe_place
@@ -148,20 +154,21 @@ class InProcessWorkers:
         self._entry: Entry | None = None
         self._farewell: Farewell | None = None
 
-    # ---- what the supervisor says --------------------------------------------------------------------------
+    # ---- calls from the supervisor -------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
-        """Workers that could take part in a group: none before all have started, or one could not, or hangs.
+        """Number of workers that can take part in a group.
 
-        A node that showed itself with its first warm worker would begin a group that the second one changes
-        at once.
+        It is 0 until all workers have started, or until the wait for a worker that failed to start or hangs
+        has ended. If a node reported its first warm worker, a group would begin that the second worker would
+        change again.
         """
         return len(self._starts.warm) if self._starts.has_started else 0
 
     @property
     def place(self) -> Go | None:
-        """The running group's message to this node, as long as all its workers are in it."""
+        """The ``Go`` message of the running group, or None unless all its workers here are in the group."""
         return self._inside
 
     def start(self) -> None:
@@ -176,22 +183,24 @@ class InProcessWorkers:
         detail: str = "",
         is_only_holder: bool = False,
     ) -> None:
-        """Ask all workers to leave the running group. ``is_only_holder``: no other node holds a state."""
+        """Request all workers to leave the running group.
+
+        ``is_only_holder`` is true if no other node holds a state.
+        """
         if order.generation < self._change.generation:
             return
         self._change, self._is_only_holder = order, is_only_holder
         self._cause, self._detail = cause, detail
         self._patience.asked_at = time.monotonic()
-        # A plan that is told again is answered again: the answer, or the coordinator that heard it, may be
-        # lost.
+        # Answer a repeated plan again: the first answer may be lost, or the coordinator that received it.
         self._answered = min(self._answered, order.generation - 1)
         for worker in self._starts.warm:
             worker.channel.send(self._change, wait=False)
         self._check_ready()
 
     def begin(self, go: Go) -> None:
-        """All nodes are ready: give the ranks out."""
-        # Only workers that have answered the newest plan are known to be out of every older group.
+        """Assign ranks to the workers and order them to begin, because all nodes are ready."""
+        # Only a worker that has answered the newest plan has certainly left every older group.
         chosen = [
             one for one in self._starts.warm if one.ready_generation == go.generation
         ][: go.workers]
@@ -215,23 +224,23 @@ class InProcessWorkers:
             )
 
     def expect_ends(self, generation: int) -> None:
-        """Nothing: workers that outlive their groups end together, as their loop agrees."""
+        """Do nothing: these workers outlive their groups, and end together when their loops agree to."""
 
     def depart(self, generation: int | None, *, save: bool) -> None:
-        """Let all workers leave the run; with ``save`` the one that holds the newest state saves it first.
+        """Order all workers to leave; with ``save``, the worker with the newest state saves it first.
 
-        Without a ``generation`` no coordinator has planned it.
+        ``generation`` is None if no coordinator has planned the departure.
         """
         self._starts.are_over = True
         self._farewell = Farewell(self._starts.warm, generation, save=save)
-        # One that is still starting holds nothing, and would be waited for.
+        # Kill workers that are still starting: they hold no state, and the departure would wait for them.
         for worker in self._starts.workers.values():
             if not worker.is_warm:
                 worker.kill()
         self._check_gone()
 
     def finish(self, exit_code: int) -> None:
-        """The run is over."""
+        """Order all workers to end with ``exit_code``, because the run is over."""
         self._starts.are_over = True
         for worker in self._starts.workers.values():
             worker.channel.send(channel.WorkerFinish(exit_code), wait=False)
@@ -239,7 +248,7 @@ class InProcessWorkers:
                 worker.kill()
 
     def kill(self) -> None:
-        """End all workers now."""
+        """Kill all workers."""
         self._starts.are_over = True
         for worker in self._starts.workers.values():
             worker.kill()
@@ -248,10 +257,10 @@ class InProcessWorkers:
     def is_empty(self) -> bool:
         return not self._starts.workers
 
-    # ---- what the workers say ------------------------------------------------------------------------------
+    # ---- records and ends of workers -----------------------------------------------------------------------
 
     def hear(self, worker: Worker, record: channel.Record) -> None:
-        """A record from a worker."""
+        """Process a record from a worker."""
         worker.last_heard = time.monotonic()
         match record:
             case channel.Warm():
@@ -274,7 +283,7 @@ class InProcessWorkers:
                     self._tell_of(self._entry.find_up(record))
             case channel.WorkerBroken():
                 worker.step, worker.state = record.step, "idle"
-                # From here on this node has no place in a group, also for a coordinator that comes back.
+                # This node is in no group from now on, and reports so to a coordinator that has restarted.
                 if (
                     self._inside is not None
                     and self._inside.generation == record.generation
@@ -292,13 +301,13 @@ class InProcessWorkers:
                     self._farewell.note_left(worker, record)
 
     def end(self, worker: Worker, exit_code: int) -> None:
-        """A worker's process has ended."""
+        """Process the end of a worker's process: report it, and replace the worker if possible."""
         self._starts.remove(worker)
         if self._starts.are_over:
             self._check_gone()
             return
 
-        # The first end stops the wait for the others' start: the node joins with those that are warm.
+        # The first end stops the wait for the other workers to start: the node joins with its warm workers.
         was_warm, was_inside = worker.is_warm, worker.state == "inside"
         worker.state = "ended"
         if not self._starts.has_started:
@@ -312,7 +321,7 @@ class InProcessWorkers:
         ):
             self._inside = None
 
-        # The group learns of it before the capacity changes: the plan that follows then knows the cause.
+        # Report the break before the capacity: the plan for the new capacity then contains the cause.
         end = describe_lasting_end(worker, exit_code, describe_place=self._describe_place)
         if was_inside or end.is_final:
             self._tell(
@@ -327,7 +336,7 @@ class InProcessWorkers:
             self._tell(why_not)
 
     def tick(self) -> None:
-        """Now and then: start workers whose time has come, find those that are frozen or stuck."""
+        """Start workers that are due, and kill workers that are frozen or stuck; called periodically."""
         now = time.monotonic()
         self._starts.start_due(now)
         if self._starts.stop_waiting(now):
@@ -359,9 +368,9 @@ class InProcessWorkers:
         ):
             return
         self._answered = generation
-        # Without a warm worker too: the others wait for this node to be out of the old group.
+        # Report even without a warm worker: the other nodes wait for this node to leave the old group.
         step = max((worker.step for worker in warm), default=-1)
-        # As many as it counts: a node that still waits for its second worker brings none.
+        # Report the capacity, not the number of warm workers: it is 0 while the node waits for a worker.
         self._tell(WorkersReady(generation, self.capacity, step))
 
     def _tell_of(self, report: Report | None) -> None:

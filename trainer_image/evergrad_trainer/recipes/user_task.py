@@ -1,4 +1,4 @@
-"""A task of the user's own: loads ``module:attr`` from beside the manifest, and names its errors by file and
+"""Loads a user's task, ``module:attr``, from a file next to the manifest, and reports its errors by file and
 line."""
 
 import importlib
@@ -35,36 +35,41 @@ _OF_THE_HOST = (
     torch.AcceleratorError,
     EvergradError,
 )
-"""Errors that say by themselves what is wrong, whichever code they come from."""
+"""Errors whose messages need no file and line, whether the user's code or Evergrad's raises them."""
 _COLLECTIVES: Final = os.path.join("torch", "distributed", "")
-"""Below it lies the code of torch that talks to other processes."""
+"""Folder of the torch code that communicates with other processes."""
 _OF_ONE_PROCESS: Final = tuple(
     os.path.join("torch", "distributed", part, "") for part in ("tensor", "algorithms")
 )
-"""Parts of it that an operation on a weight that is cut, or in a wrapped block, runs through."""
+"""Folders in it whose code also runs in a single process, for operations on sharded weights or in wrapped
+blocks."""
 _MIXED: Final = "mixed torch.Tensor and DTensor"
-"""Torch's words for an operation on a part of a weight and a whole tensor, without another process.
+"""Part of torch's message for an operation that mixes a sharded weight and a full tensor.
 
-Torch raises a plain RuntimeError for it, as for much else, so that only the text tells them apart."""
+The error does not involve another process. Torch raises a plain RuntimeError for it and for many other
+errors, so only the text distinguishes them."""
 
 
 class Code:
-    """Names the line of a task that an error comes from.
+    """Finds the line of a task's code that raised an error.
 
-    Without a ``folder`` the task is ours, and so are its errors.
+    If ``folder`` is None, the task is one of Evergrad's recipes, and its errors are not attributed to a user.
     """
 
     def __init__(self, folder: Path | None, *, has_trained: bool = False) -> None:
-        """``has_trained``: the run has made steps, in this process or in others."""
+        """Attribute errors to files in ``folder``.
+
+        ``has_trained`` is true if the run has made steps, in this process or in another process.
+        """
         self._folder = None if folder is None else folder.resolve()
         self._has_trained = has_trained
 
     @contextmanager
     def guarding(self, what: str) -> Iterator[None]:
-        """Run ``what`` of the task, and name errors of its code.
+        """Run the part ``what`` of the task, and add the file and line to errors of the user's code.
 
-        Raises TaskInputError before the run's first step: no retry cures what cannot work at all. Raises
-        TaskError afterwards: a newcomer for which it does not work must not end a run that does.
+        Raises TaskInputError if the error occurs before the run's first step, because a retry would fail
+        again. Raises TaskError afterwards: an error in one new process must not end a run that trains.
         """
         try:
             yield
@@ -76,7 +81,7 @@ class Code:
                 raise
             found = type(error).__name__
             remedy = "Correct the file"
-            # On one line, cut short: the message travels to a status.
+            # Put the message on one line and shorten it, because it becomes part of a Kubernetes status.
             said = " ".join(str(error).split())[:500]
             if _MIXED in said:
                 found = (
@@ -94,35 +99,37 @@ class Code:
 
     @property
     def is_own(self) -> bool:
-        """Whether the task is the user's own."""
+        """Whether the task is a user's task, not one of Evergrad's recipes."""
         return self._folder is not None
 
     def explain(self, problem: Problem) -> TaskInputError | TaskError:
-        """The error that ``problem`` of the task's code is at this moment."""
+        """Return the error for ``problem``: TaskError if the run has made a step, or else TaskInputError."""
         if self._has_trained:
             return TaskError(str(problem))
         return TaskInputError(problem)
 
     def note_trained(self) -> None:
-        """The run has made a step: the task can work."""
+        """Record that the run has made a step, which shows that the task works."""
         self._has_trained = True
 
     def _find_line(self, error: Exception) -> str | None:
-        """``file:line`` of the innermost frame in the user's files; of a syntax error the line it
-        is about."""
+        """Return ``file:line`` of the innermost frame in the user's files, or None if there is no such frame.
+
+        For a syntax error, this is the line of the error. The result is also None if a collective failed.
+        """
         if (
             isinstance(error, SyntaxError)
             and error.filename
             and self._is_own(error.filename)
         ):
             return f"{error.filename}:{error.lineno}"
-        # The innermost line of the task's own files: what torch or we call below it is not the user's.
+        # Use the innermost frame of the task's own files; frames of torch or Evergrad below it do not count.
         stack = traceback.extract_tb(error.__traceback__)
         own = [index for index, frame in enumerate(stack) if self._is_own(frame.filename)]
         if not own:
             return None
-        # A sharded model gathers its weights under the task's calls: a peer is gone, or the network. The last
-        # frame of such a collective may be that of torch's operators, which lie elsewhere.
+        # A sharded model gathers its weights inside the task's calls, so the cause may be a lost peer or the
+        # network. The last frame of such a collective may be in torch's operators, outside of this folder.
         below = [frame.filename for frame in stack[own[-1] + 1 :]]
         is_collective = any(
             _COLLECTIVES in file
@@ -148,14 +155,16 @@ def load_own(
     has_trained: bool = False,
     run_directory: Path | None = None,
 ) -> tuple[Task, Code]:
-    """The task that ``recipe: module:attr`` names, made with its options.
+    """Load the task that ``spec.training.recipe`` names as ``module:attr``, and create it with its options.
 
-    ``has_trained``: the run has made steps. ``run_directory``: as in ``Setup``. Raises ConfigurationError for
-    a file that is not there, an attribute that is no task, or wrong options; TaskInputError or TaskError for
-    an error of the file itself.
+    For example, ``recipe: my_task:MyTask`` loads the class ``MyTask`` from ``my_task.py`` next to the
+    manifest. ``has_trained`` is true if the run has made steps; ``run_directory`` is passed to ``Setup``.
+
+    Raises ConfigurationError if the file does not exist, the attribute is not a task, or the options are not
+    valid. Raises TaskInputError or TaskError if the code of the file fails.
     """
     raise_if(task_problems(training, base_directory=base_directory), ConfigurationError)
-    # Files that the manifest carries have to lie in a folder before Python can import them.
+    # Write the files that the manifest contains to a folder, so that Python can import them.
     write_task(training, base_directory)
     path = task_path(training, base_directory)
     folder = task_folder(training, base_directory)
@@ -163,14 +172,14 @@ def load_own(
     module_name, _, attribute = training.recipe.partition(":")
     code = Code(folder, has_trained=has_trained)
     with code.guarding("its import"):
-        # First, as for a script: a package that is installed under the same name must not be trained instead.
-        # Modules beside the file can be imported by it.
+        # Put the folder first, as Python does for a script: otherwise an installed package of the same name
+        # would be used instead. The file can also import modules next to it.
         if (beside := str(folder.resolve())) not in sys.path:
             sys.path.insert(0, beside)
-        # The file may have been written a moment ago, by this process.
+        # This process may have just written the file, so Python's cached directory listing may lack it.
         importlib.invalidate_caches()
         module = importlib.import_module(module_name)
-        # By the file and not by the name: in a pod some of the task's files are links.
+        # Compare the files, not their names: in a pod, some of the task's files are links.
         found = getattr(module, "__file__", None)
         if found is None or not os.path.samefile(found, path.resolve()):
             what = f"the module {module_name} is taken from {found or 'Python itself'}"
@@ -188,7 +197,7 @@ def load_own(
             "Derive a class from evergrad_trainer.recipes.pretrain.Pretrain, and name it"
         )
         raise ConfigurationError(Problem(_RECIPE, what, why, remedy))
-    # Options before the task is made: a typing error in the file is no error of its code.
+    # Parse the options before the task is created: a wrong option is not an error of the task's code.
     options = parse_options(made.Options, training.options)
     with code.guarding("its making"):
         task: Task = made(Setup(training, options, base_directory, run_directory))
@@ -203,9 +212,10 @@ def load_own(
 
 
 def parse_options(model: type[Section], values: Mapping[str, Any]) -> Section:
-    """The options as the task's model types them.
+    """Validate ``values`` with the task's options model, and return the options.
 
-    Raises ConfigurationError with all problems, in the file's paths.
+    Raises ConfigurationError with all problems if an option is not valid; each problem has its path in the
+    manifest, for example ``spec.training.options.alpha``.
     """
     try:
         return model.model_validate(values)

@@ -42,10 +42,10 @@ Flags = tuple[bool, ...]
 _QUIET: Flags = (False,) * NUM_FLAGS
 """No rank requests anything."""
 _FIRST_PAUSE_SECONDS = 5.0
-"""Pause after a failed save that the next step waits for; the two between three tries are about as long as a
-server takes to fail over to another."""
+"""Pause after a failed save that the next step waits for. The two pauses between three attempts last about
+as long as the failover of a storage server."""
 _LONGEST_PAUSE_SECONDS = 20.0
-"""Longest of these pauses, each of which is twice the one before."""
+"""Longest of these pauses; each pause is twice as long as the previous pause."""
 _NAP_SECONDS = 0.1
 """Seconds between two checks, during such a pause, of whether the group was given up."""
 
@@ -118,7 +118,7 @@ def _pause(
 
     The result is the same on each rank. The evaluation comes before the save, unless the limits request a
     save first, so that the checkpoint contains its results.
-    ``is_entering``: the ranks have just met, and compared their states there.
+    ``is_entering`` is true if the ranks have just formed the world, and compared their states in doing so.
     """
     if flags[FLAG_OBSERVER_OFF]:
         # Collective: an observer that has failed on one rank is switched off on all of them, so that its
@@ -127,9 +127,9 @@ def _pause(
         run.lasting.agree_switched_off({name for row in names for name in row})
 
     progress, best = run.progress, run.progress.best
-    # Mark it again if the previous world ended before it did so, and at a start: the marked checkpoint may be
-    # damaged, so that training resumes from an older one. Groups that form again during training need not
-    # check this.
+    # Mark the best checkpoint again if the previous world ended before it was marked, and at a start: the
+    # marked checkpoint may be damaged, so that training resumes from an older checkpoint. Groups that form
+    # again during training need not check this.
     if (
         is_entering
         and run.best is not None
@@ -141,8 +141,8 @@ def _pause(
     interrupted: StopReason | None = None
     if sets := due_sets(run):
         if limits.saves_before_evaluation:
-            # Collectives, as below. The results are in the next checkpoint: published ones never
-            # change.
+            # Collectives, as below. The next checkpoint contains the results, because a published checkpoint
+            # never changes.
             _save(run)
         # Collectives: all ranks share the batches.
         interrupted = _evaluate(run, sets)
@@ -151,7 +151,7 @@ def _pause(
         # Collectives: replicas are compared, then each rank writes its part.
         _save(run)
     elif not is_entering and is_due(progress.finished_steps, limits.compare_every):
-        # Collective: one number of each rank.
+        # Collective: each rank contributes one number.
         run.compare(progress.finished_steps)
     if progress.finished_steps in limits.anchors and interrupted is None:
         # Collectives: a checkpoint that all later steps need is published before the first of them.
@@ -175,7 +175,7 @@ def _own_flags(run: TrainingComponents) -> Flags:
     # Observers with a state run on every rank; if one of them requests something, all ranks do it.
     wishes = run.observers.wishes()
     flags[FLAG_STOP] = "stop" in wishes
-    # By the clock of one rank, so that the others need none.
+    # Only rank 0's clock decides when a save is due, so that the ranks' clocks need not agree.
     seconds = run.limits.save_seconds
     is_time = is_main and seconds is not None and run.clock() - run.saved_at >= seconds
     flags[FLAG_SAVE] = is_time or "save" in wishes
@@ -188,7 +188,8 @@ def _finish_step(run: TrainingComponents, outcome: StepOutcome, begun: float) ->
     """Count the step, whether or not it made an update, and report it."""
     progress = run.progress
     entered = run.stream.entered_after(outcome.step)
-    # The task's part of the state belongs to this step: before the step is recorded as finished.
+    # Finish the task's part of the state before the step is recorded as finished, because it belongs to the
+    # step.
     run.finish_state(outcome, entered)
     progress.finished_steps = outcome.step
     progress.forget_tallies()
@@ -200,11 +201,12 @@ def _finish_step(run: TrainingComponents, outcome: StepOutcome, begun: float) ->
     if outcome.is_non_finite:
         progress.non_finite += 1
     elif outcome.skipped not in ("requested", "overflow"):
-        # A step that was passed over says nothing about whether the ones around it are finite, and one that
-        # lowered the scale of fp16 little.
+        # A skipped step does not show whether the steps around it are finite, and a step that only lowered
+        # the fp16 loss scale hardly does.
         progress.non_finite = 0
 
-    # Remembered, and not done at once: a world that breaks in the evaluation leaves the save to the next one.
+    # Record the requests instead of fulfilling them here: if the world breaks in the evaluation, the next
+    # world still makes the save.
     if outcome.flags[FLAG_EVALUATE]:
         progress.evaluation_asked = outcome.step
     if outcome.flags[FLAG_SAVE]:
@@ -293,8 +295,8 @@ def _evaluate(
         values |= {f"{one.name}/{metric}": value for metric, value in measured.items()}
         records.append(record)
 
-    # Not set by set: an interrupted evaluation continues later, and observers with a state that is
-    # transferred and restored must have heard of it once.
+    # Notify observers after all sets, not after each set: an interrupted evaluation continues later, and
+    # observers whose state is transferred and restored must receive each result once.
     for record in records:
         run.observers.evaluation_end(record)
     progress.evaluated_step = progress.finished_steps
@@ -304,21 +306,22 @@ def _evaluate(
 
 
 def _settle_best(run: TrainingComponents) -> None:
-    """Make the best before the newest one the best again where the save of that one has failed.
+    """Restore the previous best value if the save of the current best has failed.
 
-    Before a comparison, and before the save of a later step: a value that no checkpoint has would keep worse
-    ones, which are there, from being the best. A best of the newest step is left: its save is made again.
-    Raises SaveError (all ranks together).
+    Call this before a comparison and before the save of a later step. Otherwise a value without a checkpoint
+    would prevent published checkpoints with worse values from becoming the best. A best value of the newest
+    step is kept, because its save is made again. Raises SaveError (all ranks together).
     """
     progress, checkpoints = run.progress, run.checkpoints
     best = progress.best
     if best is None or best["step"] >= progress.finished_steps:
         return
-    # No later save has begun since: what is published behind that step is the best one itself.
+    # No later save has begun since then, so a checkpoint published at or after that step is the best one.
     if published_step(progress, checkpoints) < best["step"]:
-        # The next save or the loop's flags raise a newer claim, where all ranks have agreed on it.
+        # A newer claim on the directory is raised later, when all ranks agree on it: by the next save or by
+        # the loop's flags.
         checkpoints.land()
-    # Collective: no rank may compare with another value than the others, whatever it has seen of the save.
+    # Collective: all ranks must compare with the same value, even if some have not observed the save yet.
     if not run.membership.world.all_agree(
         published_step(progress, checkpoints) >= best["step"]
     ):
@@ -332,7 +335,7 @@ def _keep_best(run: TrainingComponents, values: dict[str, float]) -> None:
         return
     metric, mode = run.best.metric, run.best.mode
     value = values.get(metric)
-    # Training waits for the save of the best only where its end decides something.
+    # Wait for the save of the best checkpoint only if its outcome can change the decision.
     if not any(
         run.best.is_better(value, one) for one in (progress.best, progress.best_before)
     ):
@@ -344,16 +347,16 @@ def _keep_best(run: TrainingComponents, values: dict[str, float]) -> None:
     progress.best_before = progress.best
     progress.best = {"metric": metric, "mode": mode, "value": value, "step": step}
     if progress.saved_step == step:
-        # Saved before its evaluation, or before a stop or a lost peer had cut that short: the checkpoint is
-        # published, or on its way.
+        # The step was saved before its evaluation, or before a stop or a lost peer interrupted it. Its
+        # checkpoint is published or being written.
         run.checkpoints.mark_best(step)
-        # Known to all ranks alike by now; a save that has failed is made again.
+        # All ranks have the same value by now. If the save has failed, it is made again.
         progress.saved_step = published_step(progress, run.checkpoints)
     _save(run, best=True)
 
 
 def _save(run: TrainingComponents, *, best: bool = False, wait: bool = False) -> None:
-    """Begin to save the newest step, unless that was begun; ``wait``: until it is published."""
+    """Begin to save the newest step unless its save has begun; with ``wait``, wait until it is published."""
     progress = run.progress
     step = progress.finished_steps
     progress.is_save_lost = False
@@ -361,21 +364,20 @@ def _save(run: TrainingComponents, *, best: bool = False, wait: bool = False) ->
         return
     if step == 0:
         return
-    # Collective: what the checkpoint says of the best one is true.
+    # Collective: the checkpoint records the best checkpoint, so settle first whether that one was published.
     _settle_best(run)
     if run.is_comparing:
-        # Collective. Every rank writes a part: replicas that differ would make a checkpoint of several
-        # states.
+        # Collective. Every rank writes a part, so replicas that differ would produce a mixed checkpoint.
         run.compare(step)
-    # This save is what was asked for: its checkpoint must not ask for it again.
+    # This save fulfils the request, so its checkpoint must not contain the request.
     asked = progress.save_asked
     progress.save_asked = -1
     tensors = run.state.tensors()
     extra = {**to_extra(run.state.values()), "tokens": step * run.tokens_per_step}
     if run.limits.keep_every is not None and run.limits.keep_every.is_due(step):
-        # In the checkpoint itself: no kill and no later change of the file takes it back.
+        # Record this in the checkpoint itself, so that neither a kill nor an edit of the manifest reverts it.
         extra[PERMANENT] = True
-    # Also where a save of the best one has ended with its world, or has failed.
+    # Also mark this checkpoint if an earlier save of the best step failed or was lost with its world.
     best = best or (progress.best is not None and progress.best["step"] == step)
     try:
         # Collectives, some of them in the checkpoint thread: each rank writes its part, rank 0 publishes.
@@ -391,8 +393,9 @@ def _save(run: TrainingComponents, *, best: bool = False, wait: bool = False) ->
 def _anchor(run: TrainingComponents) -> None:
     """Publish the newest step's checkpoint, and take the snapshots that are due after it.
 
-    A process that is killed in here finds that checkpoint, and takes them again, or an older one, and comes
-    here again. Raises SaveError or FencedError (all ranks together).
+    If the process is killed here, the next start either finds this checkpoint and takes the snapshots again,
+    or resumes from an older checkpoint and reaches this function again. Raises SaveError or FencedError (all
+    ranks together).
     """
     progress, checkpoints = run.progress, run.checkpoints
     step = progress.finished_steps
@@ -401,30 +404,30 @@ def _anchor(run: TrainingComponents) -> None:
         newest = checkpoints.published
         return progress.resumed_step == step or (newest is not None and newest.step == step)
 
-    # Ends: several failures in a row are an error. Not at once one after the other, as the steps between two
-    # ordinary saves are not: what a volume refuses for a moment would be all of them.
+    # This loop ends, because several failed saves in a row raise an error. Pause between the attempts, as
+    # training steps lie between ordinary saves: otherwise a short outage of the volume would fail all.
     pause = 0.0
     while not is_published():
-        # Counted, not measured, so that all ranks make the same pauses.
+        # Count the naps instead of measuring time, so that all ranks make the same pauses.
         for _ in range(round(pause / _NAP_SECONDS)):
             run.membership.world.raise_if_given_up()
             time.sleep(_NAP_SECONDS)
         save_together(run)
         pause = min(2 * pause or _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
-    # Collective: one row of each rank.
+    # Collective: each rank contributes one row.
     for name, found in run.snapshots.take(step, run.membership.world).items():
         emit(run, EventType.SNAPSHOT, name=name, hash=found)
 
 
 def save_together(run: TrainingComponents) -> None:
-    """Save what is not saved yet, or whose save has failed, and wait for it; ``progress.saved_step`` is what
-    is published then.
+    """Save the newest step unless its checkpoint is published, and wait until it is.
 
-    A checkpoint that was published before an evaluation was cut knows nothing of what that has measured: the
-    step is saved again, under a further name. Raises SaveError or FencedError (all ranks together).
+    Afterwards ``progress.saved_step`` is the published step. If a checkpoint was published before an
+    evaluation was interrupted, it does not contain the partial results; the step is then saved again under
+    another name. Raises SaveError or FencedError (all ranks together).
     """
     progress = run.progress
-    # Collective: the save under way ends on all ranks alike.
+    # Collective: the current save ends with the same result on all ranks.
     run.checkpoints.wait()
     progress.saved_step = published_step(progress, run.checkpoints)
     if progress.saved_step != progress.finished_steps or progress.is_tally_unsaved:

@@ -1,5 +1,5 @@
-"""Rules for a task's modules before anything is trained with them, and the parts of them that are cut
-over ranks, compiled and computed again."""
+"""Checks a task's modules before training, and chooses the parts of them that are sharded over ranks,
+compiled and recomputed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -24,20 +24,22 @@ _UNCUT: Final = "use parallelism: dataParallel; a run goes on from its checkpoin
 _REPLICATED: Final = (
     "name the frozen module in Modules.replicated, and each process holds it whole"
 )
-"""Parallelism is no part of the recipe: it may be changed for a run that an earlier version has begun."""
+"""Alternatives to sharding a module. Parallelism is not part of the recipe, so it may change during a run,
+also if an earlier version started the run."""
 
 
 def check_modules(modules: Modules, training: Training, code: Code) -> None:
-    """Refuse modules that could not be saved or trained; all ranks build the same ones, and so all refuse.
+    """Refuse modules that could not be saved or trained.
 
-    Raises TaskInputError or TaskError with the first problem.
+    All ranks build the same modules, so all ranks refuse them. Raises TaskInputError or TaskError with the
+    first problem.
     """
     for problem in module_problems(modules, training):
         raise code.explain(problem)
 
 
 def module_problems(modules: Modules, training: Training) -> list[Problem]:
-    """Why the state of these modules could not be registered, or not be cut over ranks."""
+    """Return each reason why the state of these modules cannot be registered or sharded over ranks."""
     problems = []
     reserved = set(RESERVED)
     if training.ema is not None:
@@ -51,7 +53,7 @@ def module_problems(modules: Modules, training: Training) -> list[Problem]:
         elif name in reserved:
             why = f"{name} is another part of the run's state"
         elif hasattr(nn.ModuleDict(), name):
-            # All trained modules become children of one module, whose own attributes they must not hide.
+            # All trained modules become children of one module, and must not hide its own attributes.
             why = "a module has an attribute of that name"
         if why:
             what = f"build names a trained module {name!r}"
@@ -65,7 +67,7 @@ def module_problems(modules: Modules, training: Training) -> list[Problem]:
                 _RECIPE, "build gives nothing to train", why, "Put a module into trained"
             )
         )
-    # A parameter that is both would be saved as trained and hashed as frozen.
+    # A parameter that is both trained and frozen would be saved as trained and hashed as frozen.
     frozen = {id(one) for module in modules.frozen.values() for one in module.parameters()}
     if any(id(one) in frozen for one in parameters):
         what = "build gives a parameter as trained and as frozen"
@@ -80,14 +82,14 @@ def module_problems(modules: Modules, training: Training) -> list[Problem]:
         why = "only frozen modules are computed otherwise than trained ones"
         problems.append(Problem(_RECIPE, what, why, "Use the names of frozen modules"))
     problems += _snapshot_problems(modules)
-    # A world of one is refused as well: a run that grows must not meet the refusal in its middle.
+    # Check this for a world of one, too: otherwise the run would fail later, when it grows.
     if training.runtime.parallelism == "fsdp2":
         problems += _sharding_problems(plan_cuts(modules))
     return problems
 
 
 def _snapshot_problems(modules: Modules) -> Iterator[Problem]:
-    """Find snapshots that no weights could be copied to, or from."""
+    """Find snapshots to which, or from which, weights cannot be copied."""
     for name, snapshot in modules.snapshots.items():
         what, remedy = f"the snapshot {name!r}", "Make both by the same calls"
         why = ""
@@ -118,8 +120,11 @@ def _snapshot_problems(modules: Modules) -> Iterator[Problem]:
 
 
 def plan_cuts(modules: Modules) -> dict[str, ShardPlan]:
-    """Modules that ``fsdp2`` cuts: every trained module, and frozen ones (as ``frozen.NAME``): the large
-    ones, snapshots, and those that the task names."""
+    """Return the modules that ``fsdp2`` shards over ranks, by name.
+
+    These are all trained modules with parameters and, as ``frozen.NAME``, large frozen modules, snapshots and
+    counterparts, except modules that the task names in ``Modules.replicated``.
+    """
     cuts = {
         name: ShardPlan(module, _blocks_in(module, modules))
         for name, module in modules.trained.items()
@@ -127,8 +132,8 @@ def plan_cuts(modules: Modules) -> dict[str, ShardPlan]:
     }
     for name, module in modules.frozen.items():
         size = sum(one.numel() * one.element_size() for one in module.parameters())
-        # However small: a snapshot's parts are copied from those of what it is of, and a counterpart is
-        # called as often as what it is compared with.
+        # Shard snapshots and counterparts of any size: a snapshot's shards are copied from the shards of its
+        # trained module, and a counterpart is called as often as the module that it is compared with.
         is_counterpart = name in modules.snapshots or name in modules.counterparts
         is_cut = size >= parallel.LARGE_BYTES or (is_counterpart and size > 0)
         if is_cut and name not in modules.replicated:
@@ -139,7 +144,7 @@ def plan_cuts(modules: Modules) -> dict[str, ShardPlan]:
 
 
 def _sharding_problems(cuts: Mapping[str, ShardPlan]) -> Iterator[Problem]:
-    """Find modules that would fail, or compute something else, once the first rank has cut them."""
+    """Find modules that would fail, or compute different values, if they were sharded."""
 
     def refuse(name: str, what: str, why: str, remedy: str) -> Problem:
         way_out = _REPLICATED if cuts[name].is_frozen else _UNCUT
@@ -148,7 +153,7 @@ def _sharding_problems(cuts: Mapping[str, ShardPlan]) -> Iterator[Problem]:
         )
 
     for name, cut in cuts.items():
-        # Containers have none: their parts are called, and nothing would gather them.
+        # Containers have no forward pass: their parts are called directly, so FSDP2 would not gather them.
         if getattr(cut.module.forward, "__func__", None) is nn.Module.forward:
             why = "its weights are whole while it is called, and it has no forward pass"
             yield refuse(name, f"the module {name}", why, "Name its parts as modules")
@@ -159,7 +164,7 @@ def _sharding_problems(cuts: Mapping[str, ShardPlan]) -> Iterator[Problem]:
                 yield refuse(
                     name, f"the parameter {name}.{own}", why, "Give it the shape [1]"
                 )
-            # Frozen ones may differ, but require gradients as long as the task has only built them.
+            # Frozen modules may differ here. Their parameters still require gradients right after the build.
             if parameter.requires_grad and not cut.is_frozen:
                 if torch_private.has_gradient_hooks(parameter):
                     why = "FSDP2 computes with parameters of its own, and would not call the hook"
@@ -186,20 +191,22 @@ def _sharding_problems(cuts: Mapping[str, ShardPlan]) -> Iterator[Problem]:
 def choose_deferred(
     deferred: Sequence[DeferredModel], modules: Modules, *, with_weights: bool
 ) -> list[DeferredModel] | None:
-    """Those of ``deferred`` that are parts of ``modules``; None where something needs their weights already.
+    """Return the models of ``deferred`` that are parts of ``modules``, or None if weights are needed now.
 
-    ``with_weights=False``: those that are trained get none, since a checkpoint follows. Snapshots never do.
+    With ``with_weights=False``, trained modules get no weights, because a checkpoint is loaded afterwards.
+    Snapshots never get weights.
     """
     own = {parameter: one for one in deferred for parameter in one.model.parameters()}
     trained, frozen = (
         [parameter for module in part.values() for parameter in module.parameters()]
         for part in (modules.trained, modules.frozen)
     )
-    # A tensor that is made from weights without memory has none either.
+    # A tensor that is computed from weights without memory has no memory either.
     rest = [one for one in (*trained, *frozen) if one not in own]
     if any(tensor.is_meta for tensor in (*rest, *modules.kept.values())):
         return None
-    # The frozen ones are in no checkpoint; but a snapshot has nothing before it is taken, or loaded.
+    # Frozen modules are in no checkpoint, so they need weights now. A snapshot has none until it is taken or
+    # loaded.
     built = [one for name, one in modules.frozen.items() if name not in modules.snapshots]
     if with_weights:
         built += modules.trained.values()
@@ -213,10 +220,10 @@ def choose_deferred(
 
 
 def find_blocks(modules: Modules) -> list[nn.Module]:
-    """Find the blocks whose activations are computed again: those that the task names, or else the repeated
-    ones of what is trained.
+    """Return the blocks whose activations are recomputed.
 
-    Raises ModelError where there are none: the file asks for memory that it would not get.
+    These are the blocks that the task names, or else the repeated blocks of the trained modules. Raises
+    ModelError if there are none, because the requested memory would not be saved.
     """
     blocks = trained_blocks(modules)
     if blocks:
@@ -232,7 +239,7 @@ def find_blocks(modules: Modules) -> list[nn.Module]:
 
 
 def trained_blocks(modules: Modules) -> list[nn.Module]:
-    """The blocks of all trained modules: of each those that the task names, or else its repeated ones."""
+    """Return the blocks of all trained modules: the blocks that the task names, or else the repeated ones."""
     return [
         block
         for module in modules.trained.values()
@@ -241,6 +248,6 @@ def trained_blocks(modules: Modules) -> list[nn.Module]:
 
 
 def _blocks_in(module: nn.Module, modules: Modules) -> list[nn.Module]:
-    """The blocks that the task names, as far as they are parts of ``module``."""
+    """Return the blocks that the task names and that are parts of ``module``."""
     parts = set(module.modules())
     return [block for block in modules.blocks if block in parts]

@@ -1,4 +1,4 @@
-"""Begins a fresh run with the state of another one, or with the weights of a transformers directory."""
+"""Begins a fresh run with the state of another run, or with the weights of a transformers directory."""
 
 import time
 from collections.abc import Mapping
@@ -35,14 +35,17 @@ from evergrad_trainer.worker.resume_position import FIELD, differing_data
 from evergrad_trainer.worker.session import Session
 
 _COUNTED: Final = ("step", "evaluated_step", "updates", "skipped", "non_finite")
-"""Counters that continue in a run which continues behind another one's step. The others are of its own
-directory: the run's id, the best of its checkpoints, wishes of its observers."""
+"""Counters that keep their values if a run continues after another run's step. The other counters belong to
+the run's own directory: the id of the run, its best checkpoint, and the requests of its observers."""
 
 
 def begin(session: Session, machinery: Machinery) -> None:
-    """Load what the file asks for into a fresh state, where it asks for something. All ranks call this.
+    """Load the source that ``spec.training.initFrom`` names, if any, into a fresh state.
 
-    The source is remembered for ``run.json``. Raises CheckpointError, ModelError or ConfigurationError.
+    All ranks call this, because it contains collectives. The source is kept in the session and written to
+    ``run.json`` later. Raises CheckpointError or ModelError if the source cannot be loaded or does not match
+    this run, and ConfigurationError if the nodes' files differ or the source does not contain the requested
+    state.
     """
     wanted = session.plan.run.training.init_from
     recorded = _agree(session, wanted)
@@ -52,7 +55,7 @@ def begin(session: Session, machinery: Machinery) -> None:
     path = session.plan.base_directory / wanted.path
     raise_if(check_initial(path, session.plan.run.training.model.lora), CheckpointError)
     if (path / "config.json").is_file():
-        # Such a directory has the weights of a model, and nothing else that could be asked for.
+        # A transformers directory contains only the weights of a model, so refuse every other request.
         given = {"load": wanted.load != "weights", "step": wanted.step is not None}
         why = "a transformers directory has weights, and neither steps nor an optimizer's state"
         problems = [
@@ -75,21 +78,21 @@ def begin(session: Session, machinery: Machinery) -> None:
                 f"{one.name} {hash_file(one)}" for one in sorted(path.glob("*.safetensors"))
             ]
             digest = hash_bytes("\n".join(hashes).encode())
-        # Collective: one answer, also where a directory is another one on another host.
+        # Collective: all ranks use rank 0's hash, even if the path is a different directory on another host.
         digest = str(session.world.broadcast_json(digest))
         source: dict[str, Any] = {"checkpoint": "", "step": 0, "hash": digest}
         _check_same(recorded, source, path)
     else:
         source, differences = _load(session, machinery, wanted, path, recorded=recorded)
     if not wanted.goes_on:
-        # The task made its values from the initial weights, which are replaced by others here.
+        # The task computed its values from the initial weights, which have just been replaced.
         seed = session.plan.run.training.reproducibility.seed
         enter_first(machinery.opened, machinery.modules, seed=seed, cut=machinery.cut())
     facts: dict[str, Any] = {"path": str(path), **source, "load": wanted.load}
     if wanted.load == "position" and (start := session.data.train.start) is not None:
         facts["sources"] = {one.name: one.taken for one in start.sources}
     session.begun_from = facts
-    # Every event has a step of its own: this run's.
+    # Rename ``step``: every event already has a field of this name, which is the step of this run.
     fields = {
         ("from_step" if key == "step" else key): value for key, value in facts.items()
     }
@@ -100,14 +103,17 @@ def begin(session: Session, machinery: Machinery) -> None:
 
 
 def _agree(session: Session, wanted: InitFrom | None) -> Mapping[str, Any] | None:
-    """Make sure that all nodes ask for the same; what an earlier start of this run began with, if there was
-    one."""
+    """Check that all nodes request the same source; return the source of an earlier start, if any.
+
+    Raises ConfigurationError if the nodes differ, and CheckpointError if the request differs from the
+    earlier start.
+    """
     world = session.world
     recorded = (
         (session.directory.read_resolved() or {}).get(BEGUN_FROM) if world.is_main else None
     )
     own = None if wanted is None else [wanted.load, wanted.step]
-    # Collective: nodes with other files would wait for one another in the load.
+    # Collective: compare first, because nodes with different files would wait for each other in the load.
     rows = world.gather_json([own, recorded])
     if any(row[0] != rows[0][0] for row in rows):
         raise ConfigurationError(
@@ -127,9 +133,10 @@ def _agree(session: Session, wanted: InitFrom | None) -> Mapping[str, Any] | Non
 
 
 def check_load_unchanged(recorded: str, wanted: InitFrom | None) -> None:
-    """A run that is started again before its first checkpoint takes as much of another one as it began with.
+    """Check that a run that is started again before its first checkpoint uses the same ``load`` as before.
 
-    ``recorded``: ``load`` then; empty if it is not known. Raises CheckpointError.
+    ``recorded`` is the value of ``load`` at the first start, or an empty string if it is not known. Raises
+    CheckpointError if the values differ.
     """
     if wanted is None or recorded in ("", wanted.load):
         return
@@ -146,7 +153,7 @@ def check_load_unchanged(recorded: str, wanted: InitFrom | None) -> None:
 def _check_same(
     recorded: Mapping[str, Any] | None, source: Mapping[str, Any] | None, path: Path
 ) -> None:
-    """A run that is started again before its first checkpoint begins with what it began with."""
+    """Raise CheckpointError if a run without a checkpoint is started again with a different source."""
     if recorded is None or (source is not None and recorded["hash"] == source["hash"]):
         return
     now, remedy = "nothing is named now", "Name what it began with"
@@ -179,10 +186,10 @@ def _load(
     *,
     recorded: Mapping[str, Any] | None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Fill the state from a checkpoint of another run, as far as is asked for.
+    """Fill the requested parts of the state from a checkpoint of another run.
 
-    Returns which one that was, and a line for each difference of its model that does not matter.
-    ``recorded``: the one that an earlier start of this run began with.
+    Returns the checkpoint (its name, step and hash), and a line for each difference between the models that
+    does not affect the result. ``recorded`` is the checkpoint that an earlier start of this run began with.
     """
     trained = machinery.modules.trained
     prefix = tuple(f"{name}." for name in ([MODEL] if MODEL in trained else trained))
@@ -194,13 +201,13 @@ def _load(
         session, machinery, wanted, path, recorded=recorded, prefix=prefix
     )
     source = {"checkpoint": loaded.path.name, "step": loaded.step, "hash": loaded.checksum}
-    # Before the state is compared with the data, which were opened as that start had them.
+    # Check this before the state is compared with the data, which were opened as in the earlier start.
     _check_same(recorded, source, path)
     values = from_extra(loaded.extra)
     differences: list[str] = []
     if MODEL in trained:
         differences = _check_function(session, path, values)
-    # Adapters of another run were trained beside the weights that they stand beside here.
+    # Adapters can be used only with the frozen weights that they were trained with.
     name = f"{MODEL}.base"
     own = machinery.frozen.get(name)
     if own is not None and values.get(FROZEN, {}).get(name) not in (None, own):
@@ -217,7 +224,8 @@ def _load(
             key: values[COUNTERS][key] for key in _COUNTED if key in values[COUNTERS]
         }
         session.state_from = str(loaded.path)
-        # The cursor is one in another mixture, and observers have measured the losses of that.
+        # The cursor is a position in the other run's mixture, and its observers measured losses on that
+        # mixture.
         left_out = () if keeps_data else (CURSOR, OBSERVERS)
         goes_on = {name: own for name, own in values.items() if name not in left_out}
         machinery.registry.load_values({**goes_on, COUNTERS: {**counters, "best": None}})
@@ -227,13 +235,14 @@ def _load(
 def _check_function(
     session: Session, path: Path, values: Mapping[str, Values]
 ) -> list[str]:
-    """Check that the weights compute here what they computed in their run.
+    """Check that the weights compute the same function in this run as in the run that trained them.
 
-    Returns a line for each difference that does not matter. Raises CheckpointError.
+    Returns a line for each difference that does not affect the result. Raises CheckpointError if the
+    functions differ.
     """
     stored = values.get(DESCRIPTION)
     if stored is None:
-        # An older version saved it, and recorded no configuration.
+        # An older version saved the checkpoint and did not record the configuration.
         return [
             f"the model of {path} is not recorded; only the shapes of its tensors were compared"
         ]
@@ -253,9 +262,12 @@ def _load_tensors(
     recorded: Mapping[str, Any] | None,
     prefix: tuple[str, ...],
 ) -> Restored:
-    """Fill the tensors whose names begin so: from the checkpoint that the file names, or the newest."""
-    # A run that still trains has another newest one at each start: what this run has begun with, opened its
-    # data behind, or read a reference from is not chosen again.
+    """Fill the tensors whose names begin with ``prefix``.
+
+    They are read from the checkpoint of the step that the file names, or from the newest checkpoint.
+    """
+    # The newest checkpoint of a run that still trains can change between two starts. Use the step that this
+    # run has already used to begin, to open its data or to read a reference.
     step, start = wanted.step, session.data.train.start
     if step is None and recorded is not None and recorded["checkpoint"]:
         step = recorded["step"]
@@ -264,7 +276,7 @@ def _load_tensors(
     elif step is None:
         step = machinery.modules.begins_behind
     try:
-        # Collectives: rank 0 chooses and reads, the others get what it has read.
+        # Collectives: rank 0 chooses and reads the checkpoint, and sends the tensors to the other ranks.
         return load_weights(
             path,
             machinery.state(),
@@ -276,7 +288,7 @@ def _load_tensors(
     except CheckpointError as error:
         if step == wanted.step or recorded is None:
             raise
-        # Without its remedy, which is to name another one: that would be refused.
+        # Remove the remedy of this error, to name another checkpoint: this run would refuse it.
         why = " ".join(str(replace(one, remedy="")) for one in error.problems)
         what = f"this run began with {_describe(recorded)}, which cannot be loaded now"
         remedy = (
@@ -289,8 +301,11 @@ def _load_tensors(
 def _check_position(
     session: Session, loaded: Restored, values: Mapping[str, Values], *, keeps_data: bool
 ) -> None:
-    """The steps behind the checkpoint's exist here. With the same data they have the samples that they have
-    there, with another mixture those that follow on what its sources have given."""
+    """Check that this run has steps after the checkpoint's step, and that its data continue from there.
+
+    With ``keeps_data`` these steps use the same samples as in the other run. Otherwise each source continues
+    after the samples that it has already supplied. Raises CheckpointError with all problems.
+    """
     where, total = str(loaded.path), session.plan.numbers.total_steps
     problems = []
     if loaded.step >= total:
@@ -301,7 +316,7 @@ def _check_position(
         )
     start = session.data.train.start
     if not keeps_data:
-        # Found before the data were opened, by a look at its manifest alone.
+        # The data were opened from the manifest of a checkpoint, before this checkpoint was loaded.
         found = None if start is None else (start.data_before, start.after_step)
         if found != (loaded.data_fingerprint, loaded.step):
             what = f"{loaded.path.name} was loaded, and the data were opened to go on behind another one"

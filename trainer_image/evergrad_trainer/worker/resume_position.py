@@ -1,4 +1,4 @@
-"""Finds where the data of a fresh run begin that continues behind another run's step."""
+"""Finds the data position of a fresh run that continues after another run's step (``initFrom``)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,30 +23,30 @@ from evergrad_trainer.state.registry import CURSOR, from_extra, recipe_in
 
 FIELD: Final = "spec.training.initFrom"
 _NO_POSITION: Final = ("model", "optimizer", "schedule", "ema", "horizon", "runtime")
-"""Sections of a recipe that have no say in which samples a step has."""
+"""Sections of a recipe that do not change which samples a step uses."""
 _MIXTURE: Final = ("spec.training.data.sources", "spec.training.data.mixing")
-"""Fields that may differ where the position of each source is kept."""
+"""Fields that may differ if the position of each source is kept."""
 _SEEDS: Final = ("seed", "dataSeed")
 _REMEDY: Final = "Set it back, or load the optimizer, and with it the weights, alone"
 
 
 class Stored(Protocol):
-    """A checkpoint that was chosen, or loaded."""
+    """A checkpoint that was chosen or loaded."""
 
     @property
     def data_fingerprint(self) -> str:
-        """Fingerprint of the data that it was trained on."""
+        """Fingerprint of the data that the checkpoint was trained on."""
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """Values that it was saved with."""
+        """Additional values that were saved with the checkpoint."""
 
 
 @dataclass(frozen=True)
 class OtherRun:
-    """The run that is gone on with: where the data begin behind its step, and what they had been prepared to.
+    """The run that a fresh run continues: the data position after its step, and its prepared data.
 
-    ``prepared``: None where they have to be the same data, which are compared as a whole.
+    ``prepared`` is None if both runs must use the same data; the data are then compared as a whole.
     """
 
     start: DataStart
@@ -55,17 +55,18 @@ class OtherRun:
 
 
 def find_other(run: TrainingRun, base_directory: Path) -> OtherRun | None:
-    """The run behind whose step ``run`` continues where it is fresh; None where its data begin by themselves.
+    """Return the run that a fresh ``run`` continues, or None if the data of ``run`` begin at their start.
 
-    Raises CheckpointError and RunDirectoryError, and VolumeError where it cannot be read now.
+    Raises CheckpointError or RunDirectoryError if the other run cannot be continued, and VolumeError if its
+    directory cannot be read at the moment.
     """
     wanted = run.training.init_from
     if wanted is None or not wanted.goes_on:
         return None
     path = base_directory / wanted.path
     if wanted.load == "everything":
-        # A resume in another directory: its data begin where that run's began. Behind links, as the load
-        # reads it: the folders above a link are not those above the checkpoint.
+        # This is a resume in another directory, so the data begin at the same position as the other run's
+        # data. Resolve links as the load does: the parents of a link are not the parents of the checkpoint.
         found = find_record(path.resolve())
         start = None if found is None else read_start(*found)
         return (
@@ -74,10 +75,12 @@ def find_other(run: TrainingRun, base_directory: Path) -> OtherRun | None:
             else None
         )
     if (path / "config.json").is_file():
-        # Refused where the state is loaded, in the words that all levels have.
+        # The path is a plain model. The code that loads the state refuses it, with one message for all
+        # levels.
         return None
 
-    # By sizes alone: the load reads all of it, and refuses another checkpoint than this one.
+    # Check only the sizes of the files here. The load reads the whole checkpoint, and refuses it if it is
+    # not the same checkpoint.
     checkpoint, choice = look_at(path, step=wanted.step)
     why = "it says which sources the position is one of"
     found, problems = _find_own_record(checkpoint, choice.data_fingerprint, why=why)
@@ -111,10 +114,12 @@ def find_other(run: TrainingRun, base_directory: Path) -> OtherRun | None:
 
 
 def find_fingerprints(training: Training, base_directory: Path) -> frozenset[str]:
-    """Fingerprints of the data of the run behind whose step a fresh one continues, in which its sources keep
-    their places; none where it begins by itself, has other chat templates, or nobody knows them.
+    """Return the data fingerprints of the run that a fresh run continues.
 
-    Raises DataError, RunDirectoryError and VolumeError.
+    The sources of the fresh run keep their positions in these data. The set is empty if the fresh run does
+    not continue another run, if the chat templates differ, or if the other run did not record its data.
+
+    Raises DataError, RunDirectoryError or VolumeError if the other run's record or a template cannot be read.
     """
     wanted = training.init_from
     if wanted is None or not wanted.goes_on:
@@ -122,7 +127,8 @@ def find_fingerprints(training: Training, base_directory: Path) -> frozenset[str
     if (found := find_record((base_directory / wanted.path).resolve())) is None:
         return frozenset()
     prepared = read_optional(*found, "prepared", Prepared)
-    # A template that was added since is a change, not one that a first version has passed over.
+    # A template that was added since then counts as a change. It is not a template that an older version
+    # did not record.
     if prepared is None or find_changed_texts(prepared.row_texts, training, base_directory):
         return frozenset()
     return prepared.fingerprints
@@ -131,10 +137,10 @@ def find_fingerprints(training: Training, base_directory: Path) -> frozenset[str
 def _find_own_record(
     checkpoint: Path, data_fingerprint: str, *, why: str
 ) -> tuple[tuple[RunDirectory, dict[str, Any]] | None, list[Problem]]:
-    """The directory and ``run.json`` of the run that a checkpoint is of; without one, the problem.
+    """Return the directory and ``run.json`` of the run that wrote a checkpoint, or the problem.
 
-    The checkpoint may have been copied without it, or beside that of another run. ``why``: what it is read
-    for.
+    The checkpoint may have been copied without its ``run.json``, or next to the ``run.json`` of another run.
+    ``why`` is the reason for reading the record; it becomes part of the message.
     """
     found = find_record(checkpoint)
     if found is None:
@@ -151,9 +157,10 @@ def _find_own_record(
 
 
 def differing_data(checkpoint: Path, stored: Stored, own: Identity) -> list[Problem]:
-    """Each reason why the data here are not those that the other run's checkpoint was trained on.
+    """Return each reason why the data of this run differ from the data of the other run's checkpoint.
 
-    None where they are. Raises RunDirectoryError or VolumeError where the other run's record cannot be read.
+    The list is empty if the data are the same. Raises RunDirectoryError or VolumeError if the other run's
+    record cannot be read.
     """
     if stored.data_fingerprint == own.data_fingerprint:
         return []
@@ -161,7 +168,8 @@ def differing_data(checkpoint: Path, stored: Stored, own: Identity) -> list[Prob
     remedy = "Set it back, keep the position in other sources (`position`), or load the optimizer alone"
     recipe = recipe_in(stored.extra)
     changes = position_changes(recipe, own.recipe) if recipe and own.recipe else []
-    # Not the record that is missing, where fields differ that it says nothing of.
+    # Report a missing record only if the record could explain the difference: if other fields differ,
+    # report these fields instead.
     if all(DECIDED_BY_CONTENT.fullmatch(field) for field, _, _ in changes):
         says = (
             "it says where the data of a run begin that went on from another one, and the checkpoint was "
@@ -182,11 +190,11 @@ def differing_data(checkpoint: Path, stored: Stored, own: Identity) -> list[Prob
 
 
 def find_first_step(run: TrainingRun, base_directory: Path, own: Identity) -> int | None:
-    """The step that a fresh ``run`` trains first where it continues in the same data; None for all others,
-    whose data begin at that step.
+    """Return the first step that a fresh ``run`` trains if it continues in the same data, or None otherwise.
 
-    ``own``: what its checkpoints will carry. By the sizes of the other run's files alone. Raises
-    CheckpointError where the data are others, and as ``find_other`` does.
+    For every other run the data begin at its first step. ``own`` is the identity that the checkpoints of
+    ``run`` will contain. Only the sizes of the other run's files are checked. Raises CheckpointError if the
+    data differ, and the errors of ``find_other``.
     """
     wanted = run.training.init_from
     if wanted is None or wanted.load != "everything":
@@ -197,7 +205,7 @@ def find_first_step(run: TrainingRun, base_directory: Path, own: Identity) -> in
 
 
 def _compare(before: TrainingRun, run: TrainingRun, *, where: str) -> list[Problem]:
-    """Each field that differs and that says what an item of a source is, or in which order they come."""
+    """Return a problem for each differing field that changes the items of a source or their order."""
     changes = position_changes(hashed_recipe(before), hashed_recipe(run))
     seeds = [one.training.reproducibility.seed_of_data for one in (before, run)]
     why = "a source goes on at its own place only where its items and their order are the same"
@@ -216,7 +224,7 @@ def _compare(before: TrainingRun, run: TrainingRun, *, where: str) -> list[Probl
 
 
 def position_changes(stored: Mapping[str, Any], own: Mapping[str, Any]) -> list[Change]:
-    """Fields of two recipes that differ and have a say in which samples a step has."""
+    """Return the fields that differ between two recipes and change which samples a step uses."""
     return [
         change
         for change in changed_fields(stored, own)
@@ -227,17 +235,17 @@ def position_changes(stored: Mapping[str, Any], own: Mapping[str, Any]) -> list[
 def check_content(
     other: OtherRun, start: DataStart | None, prepared: Prepared
 ) -> tuple[str, ...]:
-    """The texts become the tokens that they became in the other run, and each of its files the same samples.
+    """Check that texts become the same tokens, and files the same samples, as in the other run.
 
-    ``start``: where the data of this run begin. Returns a warning for each source that begins at its first
-    sample and may be one of an earlier run. Raises CheckpointError: a source whose samples are cut otherwise
-    would begin again, as if it were another one.
+    ``start`` is the data position at which this run begins. Returns a warning for each source that begins at
+    its first sample although it may be a source of an earlier run. Raises CheckpointError if a source is cut
+    into different samples, because it would be treated as a new source and begin again.
     """
     if (before := other.prepared) is None:
         return ()
     _check_tokenizer(before, prepared, where=other.where)
 
-    # Not those that only share their files with one of the other run: each of these begins again.
+    # Exclude sources that only share their files with a source of the other run: each of them begins again.
     left_out = other.start.left_out
     earlier = (*other.start.sources, *left_out)
     items = {one.fingerprint for one in earlier}
@@ -259,7 +267,7 @@ def check_content(
     ]
     raise_if(problems, CheckpointError)
 
-    # A source that is new by name and content needs no warning: its 0 samples are in the event.
+    # A source with a new name and new content needs no warning: the event shows its 0 samples.
     unknown = [one.name for one in left_out if not one.content]
     doubts = {}
     for name in others & {one.name for one in earlier}:
@@ -277,14 +285,14 @@ def check_content(
 
 
 def _check_tokenizer(before: Prepared, prepared: Prepared, *, where: str) -> None:
-    """Raise CheckpointError where a tokenizer's directory makes other samples of the same sources."""
+    """Raise CheckpointError if the tokenizer's directory makes different samples of the same sources."""
     field = "spec.training.tokenizer"
     if prepared.tokenizer_identity != before.tokenizer_identity:
         here, there = prepared.tokenizer_identity, before.tokenizer_identity
         what = f"its content is {here}, and {there} in {where}"
         why = "the same text would become other samples"
         raise CheckpointError(Problem(field, what, why, _REMEDY))
-    # None are recorded where rows take none from the directory, or an older version began the run.
+    # No texts are recorded if the rows use none from the directory, or if an older version began the run.
     remedy = "Restore its files, or load the optimizer, and with it the weights, alone"
     problems = [
         Problem(field, f"its {what} changed since {where}", OTHER_SAMPLES, remedy)

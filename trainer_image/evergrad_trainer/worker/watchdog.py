@@ -1,16 +1,16 @@
-"""Thread that reads the supervisor's orders while the main thread is inside a collective.
+"""The thread that reads the supervisor's orders while the main thread is inside a collective.
 
 ::
 
     IDLE --ready--> (begin) --> in a group --change or error--> leaving --> IDLE
 
-The main thread calls :meth:`Watchdog.await_order` when it is out of every group, :meth:`enter` before it sets
-one up, :meth:`note_formed` when its members have met and :meth:`leave` when it has taken it down. A hard
-change in between makes this thread cut the group's connections until ``leave``.
+The main thread calls :meth:`Watchdog.await_order` when it is in no group, :meth:`enter` before it sets up a
+group, :meth:`note_formed` when all members have connected, and :meth:`leave` after the teardown of the group.
+If a hard change arrives in between, this thread cuts the group's connections until ``leave`` is called.
 
-Connections are the group's if they were opened between ``enter`` and ``note_formed``: gloo opens all of them
-there, and no others later. A socket that anybody else in this process opens before or after, such as a
-plug-in that reports to a service, is never cut.
+A connection belongs to the group if it was opened between ``enter`` and ``note_formed``: gloo opens all its
+connections then, and none later. Sockets that other code in this process opens before or after, for example
+a plug-in that reports to a service, are never cut.
 """
 
 import logging
@@ -34,13 +34,13 @@ from evergrad_trainer.worker.sockets import connected_sockets, cut_sockets
 
 _log = logging.getLogger(__name__)
 _CUT_SECONDS = 0.02
-"""Between two cuts while the main thread is still inside: it may open connections after the first."""
+"""Seconds between two cuts while the main thread is in the group, because it may open further connections."""
 
 Order = WorkerGo | WorkerLeave | WorkerFinish
 
 
 class Watchdog:
-    """Reads the channel to the supervisor; its end ends this process."""
+    """Reads the channel to the supervisor, and ends this process if the channel is closed."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -51,9 +51,9 @@ class Watchdog:
         self._inside: int | None = None
         self._interrupt: Interrupt | None = None
         self._outside_sockets: frozenset[int] = frozenset()
-        """Connections that were there before the group's, by inode."""
+        """Inodes of the connections that were open before the group was set up."""
         self._group_sockets: frozenset[int] | None = None
-        """The group's connections; None until it has formed."""
+        """Inodes of the group's connections; None until the group has formed."""
         self._thread = threading.Thread(
             target=self._listen, name="evergrad-watchdog", daemon=True
         )
@@ -62,33 +62,36 @@ class Watchdog:
         self._thread.start()
 
     def is_changing(self) -> bool:
-        """Whether the running group is to be left at the next step boundary."""
+        """Return whether this process must leave the running group at the next step boundary."""
         return self._inside is not None and self._newest.generation > self._inside
 
     def can_wait(self) -> bool:
-        """Whether it may go on for the sake of a save in flight: not for long, however often the plan is made
-        again."""
+        """Return whether the group may continue until a save in flight is complete.
+
+        The time is bounded by the earliest deadline of all plans, so repeated plans do not extend it.
+        """
         return time.monotonic() < self._patient_until
 
     def saves_first(self) -> bool:
-        """Whether the group is to save its state before it is left."""
+        """Return whether the group must save its state before its members leave it."""
         return self.is_changing() and self._newest.saves and not self._newest.hard
 
     def is_changing_from(self, generation: int) -> bool:
-        """Whether a newer generation than that is planned, or the run is over."""
+        """Return whether a generation newer than ``generation`` is planned, or the run is over."""
         return self._newest.generation > generation or isinstance(
             self._order, WorkerFinish | WorkerLeave
         )
 
     def await_order(self, *, step: int) -> Order:
-        """Answer each planned change with ``ready``, from outside of every group, until an order comes.
+        """Answer each planned change with ``ready`` until an order arrives, and return the order.
 
-        ``step``: the newest whose state this process holds.
+        Call this only while the process is in no group. ``step`` is the newest step whose state this process
+        holds.
         """
         answered = -1
         with self._changed:
             while True:
-                # An order for an older generation than the newest plan is out of date: its peers have left.
+                # Ignore an order for a generation older than the newest plan: its peers have left.
                 order = self._order
                 if isinstance(order, WorkerFinish) or (
                     order is not None and order.generation >= self._newest.generation
@@ -98,30 +101,30 @@ class Watchdog:
                 if self._newest.generation > answered:
                     answered = self._newest.generation
                     self._channel.send(WorkerReady(answered, step))
-                # Woken by the thread for each record, and by nothing else.
+                # Only the watchdog thread wakes this wait, once for each record.
                 self._changed.wait()
 
     def enter(self, generation: int, interrupt: Interrupt) -> None:
-        """Begin to guard the group of ``generation``, before it is set up.
+        """Begin to guard the group of ``generation``; call this before the group is set up.
 
-        ``interrupt`` is set if the group must be left at once.
+        ``interrupt`` is set if this process must leave the group without waiting for a step boundary.
         """
         with self._changed:
             self._outside_sockets, self._group_sockets = connected_sockets(), None
             self._inside, self._interrupt = generation, interrupt
             if self._newest.generation <= generation:
                 self._patient_until = float("inf")
-            # The change came between the order to begin and this call.
+            # A hard change can arrive between the order to begin and this call.
             if self._newest.hard and self._newest.generation > generation:
                 interrupt.set()
 
     def note_formed(self) -> None:
-        """Note that the members have met: connections that are opened from here on are not the group's."""
+        """Record that all members have connected; connections opened later do not belong to the group."""
         with self._changed:
             self._group_sockets = connected_sockets() - self._outside_sockets
 
     def cut(self) -> None:
-        """Give the running group up from this side: peers must not wait for this process."""
+        """Abandon the running group, so that its peers do not wait for this process."""
         with self._changed:
             if self._interrupt is not None:
                 self._interrupt.set()
@@ -129,7 +132,7 @@ class Watchdog:
                 self._cut_group()
 
     def leave(self) -> None:
-        """The group is taken down; from here on nothing of this process is cut."""
+        """Record that the group is torn down; no connection of this process is cut from now on."""
         with self._changed:
             self._inside = self._interrupt = None
 
@@ -138,7 +141,7 @@ class Watchdog:
             while True:
                 record = self._channel.receive(_CUT_SECONDS if self._is_cutting() else None)
                 with self._changed:
-                    # Answered here, so that a long step is not taken for a dead process.
+                    # Answer in this thread, so that a long step does not look like a dead process.
                     if isinstance(record, WorkerPing):
                         self._channel.send(WorkerPong())
                     elif isinstance(record, WorkerPlan):
@@ -163,7 +166,7 @@ class Watchdog:
             change.generation == self._newest.generation and change.hard
         ):
             self._newest = change
-            # The earliest of all: a plan that is made repeatedly must not be put off for ever.
+            # Keep the earliest deadline: otherwise repeated plans would postpone the change without limit.
             self._patient_until = min(
                 self._patient_until, time.monotonic() + change.patience_seconds
             )
@@ -177,7 +180,7 @@ class Watchdog:
 
     def _cut_group(self) -> None:
         group = self._group_sockets
-        # While the group forms, its connections are known by nothing but being new.
+        # While the group forms, every connection opened since ``enter`` counts as a connection of the group.
         cut_sockets(connected_sockets() - self._outside_sockets if group is None else group)
 
     def _is_cutting(self) -> bool:

@@ -1,4 +1,4 @@
-"""Reads what a corpus says of itself: its snapshot, and its files with their splits, checked by size and
+"""Reads the manifest of a corpus: its snapshot id, and its files with their splits, checked by size and
 SHA-256."""
 
 import hashlib
@@ -29,14 +29,16 @@ _KINDS: Final[dict[str, Kind]] = {
     "gnomad": "population",
     "clinvar": "clinical",
 }
-"""Folder of a file → what it holds. Files of other folders are checked, and not read."""
+"""Folder of a file → kind of its contents. Files in other folders are checked but not read."""
 
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """A file that the manifest lists. ``name``: from the corpus's folder, the form in which it is shown.
+    """A file that the manifest lists.
 
-    ``split``: None where the file belongs to all of them. ``records``: None where none is said.
+    ``name`` is the path relative to the corpus's folder, as shown in messages. For example,
+    ``placed/train.jsonl``. ``split`` is None if the file belongs to all splits, and ``records`` is None if
+    the manifest does not state the number of records.
     """
 
     name: str
@@ -48,13 +50,13 @@ class CorpusFile:
 
     @property
     def is_train(self) -> bool:
-        """Whether it is trained on: by its split, whose name begins with train."""
+        """Whether the file is trained on: it has no split, or the split's name begins with ``train``."""
         return self.split is None or self.split.startswith(TRAIN)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus whose files are what its manifest says. ``hash``: of the manifest itself."""
+    """A corpus whose files match its manifest. ``hash`` is the SHA-256 of the manifest itself."""
 
     folder: Path
     snapshot_id: str
@@ -62,18 +64,19 @@ class Corpus:
     files: tuple[CorpusFile, ...]
 
     def windows(self) -> list[CorpusFile]:
-        """The files of windows."""
+        """Return the files that contain windows."""
         return [one for one in self.files if one.kind in ("placed", "carbon")]
 
     def tables(self, family: str) -> list[CorpusFile]:
-        """The files with the edits of a family."""
+        """Return the files with the edits of ``family``."""
         return [one for one in self.files if one.kind == family]
 
 
 def read_corpus(folder: Path, *, windows: str | None) -> Corpus:
-    """The corpus in ``folder``, each of its files checked. ``windows``: the folder of windows to read.
+    """Read the corpus in ``folder`` and check each of its files.
 
-    Raises DataError with all that is wrong with it.
+    ``windows`` is the folder of windows to read, ``placed`` or ``carbon``; None if the corpus has only one of
+    them. Raises DataError with up to 20 problems if the manifest or a file is not valid.
     """
     path = folder / MANIFEST
     try:
@@ -104,8 +107,8 @@ def read_corpus(folder: Path, *, windows: str | None) -> Corpus:
             problems.append(found)
         else:
             files.append(found)
-    # A file that lies there and is not listed would not be read. A manifest that is wrong itself lists too
-    # little.
+    # Refuse files that the manifest does not list, because they would not be read. Skip this check if the
+    # manifest has problems itself, because its list is then incomplete.
     listed = {one.name for one in files}
     for kind in _KINDS if not problems else ():
         for file in sorted((folder / kind).rglob("*")):
@@ -122,9 +125,9 @@ def read_corpus(folder: Path, *, windows: str | None) -> Corpus:
 def _choose_windows(
     files: list[CorpusFile], windows: str | None, path: Path
 ) -> list[CorpusFile]:
-    """Without the windows of the other folder.
+    """Return the files without the windows of the folder that is not used.
 
-    Which are read is said, and does not follow from what is there.
+    If both folders exist, the manifest of the run must name one of them; the choice is never implicit.
     """
     there = {one.kind for one in files if one.kind in ("placed", "carbon")}
     if windows is None and len(there) == 2:
@@ -169,7 +172,7 @@ def _read_entries(
 
 
 def _read_entry(entry: Any, folder: Path, where: str) -> CorpusFile | Problem:
-    """One file as it lies there, compared with its entry."""
+    """Compare a file with its entry in the manifest; return the file, or the problem."""
     if not isinstance(entry, Mapping):
         return Problem(
             where, "is no object", "an entry has at least path and sha256", "Write one"
@@ -180,7 +183,7 @@ def _read_entry(entry: Any, folder: Path, where: str) -> CorpusFile | Problem:
         return Problem(f"{where}.path", f"{name!r} {reason}", why, "Write a relative path")
     if not isinstance(name, str) or not name:
         return Problem(f"{where}.path", "is no text", "it names a file", "Add it")
-    # An evaluation set gets the split's name, and its metrics do.
+    # The split's name becomes the name of an evaluation set and of its metrics.
     field = f"{where}.split"
     if split is not None and (not isinstance(split, str) or not split):
         return Problem(field, "is no text", "it names a part", "Write one, or remove it")
@@ -194,7 +197,7 @@ def _read_entry(entry: Any, folder: Path, where: str) -> CorpusFile | Problem:
     if records is not None and not is_count:
         return Problem(f"{where}.records", "is no count", "", "Correct it, or remove it")
 
-    # By the place it really has: a link may lead out of the folder.
+    # Resolve the path, because a link may lead out of the folder.
     path = folder / name
     if not path.is_file():
         return Problem(
@@ -219,7 +222,10 @@ def _read_entry(entry: Any, folder: Path, where: str) -> CorpusFile | Problem:
 
 
 def why_unsafe(name: str) -> str:
-    """The reason that keeps ``name`` from being a path within a folder; empty if nothing does."""
+    """Return why ``name`` is not a valid path within a folder, or an empty string if it is valid.
+
+    For example, ``../a`` returns ``has a parent segment``.
+    """
     pure = PurePosixPath(name)
     if pure.is_absolute() or "\\" in name or ":" in name.partition("/")[0]:
         return "is not relative"
@@ -231,7 +237,7 @@ def why_unsafe(name: str) -> str:
 
 
 def _compare(entry: Mapping[str, Any], path: Path, where: str) -> Problem | None:
-    """The difference between a file and its entry."""
+    """Return the difference between a file and its entry, or None if they match."""
     claimed = entry.get("sha256")
     match = _HASH.fullmatch(claimed) if isinstance(claimed, str) else None
     if match is None:
@@ -251,7 +257,7 @@ def _compare(entry: Mapping[str, Any], path: Path, where: str) -> Problem | None
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a file, as 64 hex digits. Raises OSError."""
+    """Return the SHA-256 of a file as 64 hex digits. Raises OSError if the file cannot be read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
