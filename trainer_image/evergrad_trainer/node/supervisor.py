@@ -1,15 +1,15 @@
-"""One node of a run: passes the words of the coordinator and of the workers on. It decides nothing itself.
+"""Supervises one node of a run: passes messages between the coordinator and the workers.
 
-Who calls whom: the coordinator's messages and the processes' ends come in by the event loop; the supervisor
-calls its worker group (the keeper of the node's workers), and the worker group hands reports back through one
-function. Who waits for whom:
+The supervisor makes no decisions about the group. The event loop delivers the coordinator's messages and the
+ends of processes; the supervisor calls its worker group, which controls the node's workers, and the worker
+group returns reports through one function. Waits are bounded as follows:
 
-* the supervisor never blocks: messages to workers and to the coordinator are left in buffers, and a
-  worker that does not read is found by the worker group's tick;
-* a worker waits for its supervisor only while it is out of every group, and for its peers no longer than
-  their operations take;
-* the coordinator waits for a node's ``ready`` as long as its own limits say, and then continues without it;
-* at the end of the run the supervisor waits ``_KILL_SECONDS`` for its workers, and for no one else.
+* The supervisor never blocks. Messages to workers and to the coordinator are buffered, and the worker group's
+  tick finds a worker that does not read.
+* A worker waits for its supervisor only while it is in no group, and for its peers only as long as their
+  operations take.
+* The coordinator waits for a node's ``ready`` up to its own limits, and then continues without the node.
+* At the end of the run the supervisor waits ``_KILL_SECONDS`` for its workers, and for no other process.
 """
 
 import asyncio
@@ -59,18 +59,19 @@ from evergrad_trainer.worker import channel
 _log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
 _TURNS = 8
-"""Turns of the event loop, from the end of a process until what it had said is read: a connection is accepted
-first."""
+"""Event-loop iterations to wait after a process exits, so that its connection is accepted and its last
+messages are read."""
 _KILL_SECONDS = 10.0
-"""How long workers may take to end once the run is over …"""
+"""Seconds that workers have to end when the run is over."""
 _KILLED_SECONDS = 1.0
-"""… and once they are killed."""
+"""Seconds to wait for workers that were killed."""
 
 
 def open_store(address: str) -> TCPStore:
-    """Open a store for one round of a rendezvous. Raises HostError.
+    """Open a store for one round of a rendezvous, on a free port of ``address``.
 
-    It has a port that nobody knew before: late members of an older group cannot meet those of a newer one.
+    The port is new, so late members of an older group cannot connect to members of a newer group. Raises
+    HostError if the store cannot be opened.
     """
     try:
         return TCPStore(address, 0, is_master=True, wait_for_workers=False)
@@ -81,33 +82,39 @@ def open_store(address: str) -> TCPStore:
 
 
 class RoundStores:
-    """The stores that this node opens, one a generation; the newest stays open."""
+    """The stores that this node opens, one for each generation; the newest store stays open."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._newest: tuple[int, TCPStore] | None = None
 
     def open(self, generation: int) -> TCPStore:
-        """Open the store of the newest plan, unless it is open. Raises HostError."""
+        """Return the store of ``generation``, and open it if necessary.
+
+        Raises HostError if the store cannot be opened.
+        """
         if self._newest is None or self._newest[0] != generation:
             self._newest = generation, open_store(self._address)
         return self._newest[1]
 
 
 def order_of(plan: Plan) -> channel.WorkerPlan:
-    """Tell workers what they need to know of a plan."""
+    """Return the workers' message for a plan of the coordinator."""
     return channel.WorkerPlan(plan.generation, plan.hard, plan.patience_seconds, plan.saves)
 
 
 def describe_ranks(go: Go) -> str:
-    """Say which ranks of the new group are this node's."""
+    """Return a text that names this node's ranks in the new group.
+
+    For example, ``generation 3: ranks 0-1 of 4``.
+    """
     last = go.first_rank + go.workers - 1
     ranks = str(last) if go.workers == 1 else f"{go.first_rank}-{last}"
     return f"generation {go.generation}: ranks {ranks} of {go.world_size}"
 
 
 class Supervisor:
-    """Runs until the node's part in the run is over. One event loop, one thread."""
+    """Runs one node in one thread with one event loop, until the node leaves the run or the run ends."""
 
     def __init__(
         self,
@@ -116,7 +123,10 @@ class Supervisor:
         metrics: NodeMetrics,
         on_tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_tick`` is called some times a second, and after each change of the group."""
+        """Prepare the supervisor.
+
+        ``on_tick`` is called four times per second, and after each change of the group.
+        """
         self._settings = settings
         self._on_tick = on_tick
         self._metrics = metrics
@@ -144,12 +154,13 @@ class Supervisor:
             grace_seconds=settings.grace_seconds,
         )
         self.is_draining = False
-        """Whether the running group is to be left in order."""
+        """Whether the workers leave the running group in order, so that they can save first."""
 
     async def run(self, worker_group: WorkerGroup) -> int:
-        """Serve with ``worker_group`` until this node's part in the run is over; returns the exit code."""
+        """Serve with ``worker_group`` until this node leaves or the run ends, and return the exit code."""
         self._workers = worker_group
-        # It lives as long as the run: what was imported stays, what it makes from here on is collected.
+        # This process runs as long as the run. Exclude the objects of imported modules from garbage
+        # collection, and collect only objects that are created from here on.
         gc.freeze()
         gc.enable()
         adopt_orphans()
@@ -163,12 +174,12 @@ class Supervisor:
 
         async def converse() -> None:
             if not await self.conversation.converse(is_over=self._end.over.is_set):
-                # Refused for good: another host may be let in.
+                # The coordinator refused this node permanently, but it may accept another host.
                 self._stop(ExitCode.INTERNAL)
 
         stops.install()
         try:
-            # Workers first: they import and build while the coordinator is looked for.
+            # Start the workers first: they import and build while the node connects to the coordinator.
             self._tasks.call(worker_group.start)
             self._tasks.begin(
                 converse(), "conversation with the coordinator", is_endless=True
@@ -176,7 +187,7 @@ class Supervisor:
             self._tasks.begin(self._tick(), "tick", is_endless=True)
             await self._end.over.wait()
 
-            # Workers end by themselves within a bound, so that their last words are still read.
+            # Give workers a bounded time to end by themselves, so that their last messages are read.
             seconds = _KILLED_SECONDS if self._end.is_hurried else _KILL_SECONDS
             until = time.monotonic() + seconds
             while not worker_group.is_empty and time.monotonic() < until:
@@ -185,31 +196,36 @@ class Supervisor:
             self.conversation.close()
             self._tasks.close()
             worker_group.kill()
-            # In a thread, since it lingers: a second signal still cuts it short.
+            # Close the metrics in a thread: the exporter still serves for its lingering time, and a second
+            # signal must be able to interrupt it.
             await asyncio.to_thread(self._metrics.close)
             stops.uninstall()
         return self._end.write()
 
     def adopt(self, worker: Worker) -> Worker:
-        """Listen to a worker that was just started."""
+        """Begin to watch a worker that has just started, and return it."""
         self._processes.watch(worker)
         self._metrics.worker_started(worker)
         return worker
 
     def take(self, report: Report) -> None:
-        """Take a report of the worker group: most are messages for the coordinator, some end this node."""
+        """Process a report of the worker group.
+
+        Most reports are messages for the coordinator; some of them end this node.
+        """
         match report:
             case Capacity():
                 self._metrics.set_workers(report.workers)
                 self.conversation.send(report)
             case WorkersReady() if report.generation >= channel.LOCAL_GENERATION:
-                # Answers to a change of this node's own, which no coordinator has planned.
+                # This answers a change that the node made itself and that no coordinator has planned.
                 if self._departure.is_alone:
                     self._workers.depart(None, save=True)
             case WorkersReady(workers=0):
                 self.conversation.send(Ready(report.generation, 0, 0, -1))
             case WorkersReady():
-                # The members connect to it once all are ready; only now is that of the old group closed.
+                # The members connect to this store when all nodes are ready. Close the store of the old group
+                # only now.
                 self._store = self._stores.open(report.generation)
                 self._progress.flush()
                 self.conversation.send(
@@ -222,12 +238,12 @@ class Supervisor:
                 self.conversation.send(report)
             case Broken():
                 self._metrics.broken(report.cause)
-                # The failure of a peer is a consequence: the node of that peer names the cause.
+                # A lost peer is only a consequence: the node of that peer reports the cause.
                 if report.cause != "peer_lost":
                     self._say(self._end.note_broken(report))
                 self.conversation.send(report)
             case channel.WorkerResult():
-                # The last progress first: nothing that comes after the run's end is taken.
+                # Send the last progress first: the coordinator ignores everything after the run's end.
                 self._progress.flush()
                 words = Result(
                     report.generation, report.step, report.exit_code, report.reason
@@ -236,8 +252,8 @@ class Supervisor:
             case channel.Observed():
                 self._records.take_record(report.kind, report.record)
             case Done() | Result():
-                # Remembered at once, said a moment later: the end of a script's process may be seen before
-                # its last report is read, and after the end of the run no process listens.
+                # Record the report now but send it a few iterations later: a script's process can exit before
+                # its last report is read, and no process accepts that report after the end of the run.
                 self.conversation.remember(report)
 
                 async def send_after_reports() -> None:
@@ -259,18 +275,18 @@ class Supervisor:
                 self._stop(report.exit_code)
 
     def reported(self, report: dict[str, object]) -> None:
-        """A script says where it is, in whatever values; only the world's rank 0 speaks for the run."""
+        """Process a script's progress report, whose values may have any type; only rank 0's report counts."""
         self._tasks.call(self._records.take_report, report)
 
     def end_hung(self, worker: Worker) -> None:
-        """Log the stacks of a worker that will not end by itself, then kill it."""
+        """Log the stacks of a worker that does not end by itself, and then kill the worker."""
         self._tasks.begin(self._log_stacks_and_kill(worker), "stacks of a worker")
 
     async def _log_stacks_and_kill(self, worker: Worker) -> None:
         text = "rank %d (pid %d) %s; its stacks follow"
         _log.warning(text, worker.rank, worker.pid, worker.why_killed)
         try:
-            # In a thread: a debugger may take a minute.
+            # Read the stacks in a thread, because a debugger may take a minute.
             stacks = await asyncio.to_thread(read_stacks_of, worker.pid, native=True)
             for line in stacks.splitlines():
                 _log.warning("%s", line)
@@ -285,7 +301,7 @@ class Supervisor:
     def _on_message(self, message: Message) -> None:
         match message:
             case Plan():
-                # Workers of scripts read it from the node state file: a plan that is not hard lets them save.
+                # Scripts read this from the node state file: if the plan is not hard, they can save.
                 self.is_draining = not message.hard
                 self._on_tick()
                 why, is_only_holder = message.reason, message.is_only_holder
@@ -295,11 +311,11 @@ class Supervisor:
                     detail=why,
                     is_only_holder=is_only_holder,
                 )
-                # While workers leave the old group, and not once all wait for this node.
+                # Open the store while workers leave the old group, so that no node has to wait for it later.
                 self._stores.open(message.generation)
             case Go():
                 self.is_draining = False
-                # Two nodes that both show the run's series would count everything twice.
+                # Only the node of rank 0 exports the run's series; otherwise they would be counted twice.
                 if message.first_rank != 0:
                     self._metrics.rank_0_left()
                 self._workers.begin(message)
@@ -314,13 +330,14 @@ class Supervisor:
                 self._stop(message.exit_code)
             case Refused():
                 print(f"error: {message.message}", file=sys.stderr, flush=True)
-                # It concerns this host or its image: another one may be let in, and the run is not to blame.
+                # The refusal concerns this host or its image: the run did not fail, and another host may be
+                # accepted.
                 self._end.note_host(
                     ErrorKind.ENVIRONMENT, f" was refused: {message.message}"
                 )
 
     def _leave_at_once(self) -> None:
-        """Asked twice, or out of time: workers are killed, and the node waits for none of them."""
+        """Kill the workers and leave, after a second stop request or when the grace period has ended."""
         self._end.is_hurried = True
         self._metrics.hurry.set()
         if self._end.exit_code is not None:
@@ -330,15 +347,14 @@ class Supervisor:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
-            # Workers that are frozen, stuck or due are nobody else's to notice.
+            # No other component notices workers that are frozen, stuck or due to start.
             self._workers.tick()
             self._processes.end_orphans()
             self._on_tick()
             self._progress.flush_if_due()
             self._metrics.show_memory()
             away = self.conversation.seconds_since_contact
-            # Workers that have ended well cannot be ruled by others, and the place they had vouches for their
-            # end.
+            # Workers that have completed need no coordinator, so do not pause a group that is done.
             is_training = (
                 self._workers.place is not None and not self.conversation.has_said(Done)
             )
@@ -347,7 +363,8 @@ class Supervisor:
                 and is_training
                 and away > self.conversation.lease_seconds
             ):
-                # Others may rule by now. The group ends at a step boundary and waits, holding its state.
+                # The other nodes may have formed a new group by now. Leave this group at a step boundary, and
+                # wait with the state in memory.
                 self._is_cut_off = True
                 self._say("has lost the coordinator: training pauses")
                 order = channel.WorkerPlan(
@@ -357,14 +374,14 @@ class Supervisor:
             self._departure.tick(away)
 
     def _fail(self, where: str, error: BaseException) -> None:
-        """End the node: a part of its supervisor is gone, without which it would only look alive."""
+        """End the node because a part of its supervisor failed; otherwise it would only appear alive."""
         self._end.note_error(where, error)
         _log.error("node %s its %s failed", self._settings.node, where, exc_info=error)
         self._end.is_hurried = True
         self._stop(ExitCode.INTERNAL)
 
     def _stop(self, exit_code: int) -> None:
-        # The first reason to end is the reason; what follows it are its consequences.
+        # Keep the first reason to end: later reasons are its consequences.
         if self._end.exit_code is not None:
             return
         self._end.exit_code = int(exit_code)

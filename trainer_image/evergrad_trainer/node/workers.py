@@ -1,4 +1,7 @@
-"""Worker processes of a node: started warm, heard, watched, ended. No orphan is left, whatever ends first."""
+"""Starts, watches and ends the worker processes of a node.
+
+No orphaned process remains, whether the node or a worker ends first.
+"""
 
 import contextlib
 import ctypes
@@ -32,7 +35,7 @@ Captures = Literal["nothing", "stderr", "both"]
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _FOREIGN = ("anon_inode:[eventpoll]", "anon_inode:[pidfd]")
-"""Descriptors of a node's event loop, besides its sockets."""
+"""Descriptors of a node's event loop, in addition to its sockets."""
 
 
 class Target(Protocol):
@@ -43,9 +46,9 @@ class Target(Protocol):
 
 @dataclass
 class Worker:
-    """One worker process as its supervisor knows it.
+    """The supervisor's view of one worker process.
 
-    ``serial`` counts the processes this node has started in this place.
+    ``serial`` counts the processes that this node has started for ``local_rank``.
     """
 
     local_rank: int
@@ -54,10 +57,10 @@ class Worker:
     channel: Channel
     heartbeat: WorkerHeartbeat
     output: int | None
-    """Read end of its stdout and stderr; None where it writes to the node's own."""
+    """Read end of the pipe for the worker's output; None if the worker writes to the node's own streams."""
     state: Literal["starting", "idle", "inside", "ended"] = "starting"
     ready_generation: int = -1
-    """Newest change this worker has answered."""
+    """Generation of the newest change that this worker has answered."""
     inside_generation: int = -1
     up_generation: int = -1
     step: int = -1
@@ -65,21 +68,21 @@ class Worker:
     last_heard: float = field(default_factory=time.monotonic)
     started_at: float = field(default_factory=time.monotonic)
     failure: Failed | None = None
-    """Its own report of the error that ended it."""
+    """The worker's own report of the error that ended it."""
     last_lines: Callable[[], str] | None = None
-    """The end of what it printed."""
+    """Returns the last lines that the worker printed."""
     was_killed: bool = False
-    """The supervisor ended it on purpose."""
+    """Whether the supervisor killed the worker."""
     why_killed: str = ""
-    """What was wrong with it, if the supervisor has ended it for that."""
+    """The problem for which the supervisor killed the worker, or an empty string."""
     printed_at: float = float("-inf")
-    """When it last printed something."""
+    """Monotonic time of the worker's last output."""
     has_hung: bool = False
-    """The supervisor ended it because its start took too long."""
+    """Whether the supervisor killed the worker because its start took too long."""
     moved_bytes: int = 0
-    """Bytes of state that it had read when the supervisor looked last."""
+    """Bytes of state that the worker had read at the supervisor's last check."""
     moved_at: float = 0.0
-    """When they were seen to have grown."""
+    """Monotonic time of the last check at which ``moved_bytes`` had grown."""
     oom_kills_before: int | None = None
 
     @property
@@ -92,8 +95,11 @@ class Worker:
         return self.state in ("idle", "inside")
 
     def was_oom_killed(self) -> bool:
-        """Whether it was SIGKILL, not ours, and the kernel killed somebody in this container for want of
-        memory meanwhile."""
+        """Return whether the kernel probably killed the worker because memory ran out.
+
+        This is the case if SIGKILL ended the worker, the supervisor did not send it, and the container's
+        count of OOM kills has grown since the worker started.
+        """
         now = count_oom_kills()
         is_more = (
             now is not None
@@ -103,35 +109,35 @@ class Worker:
         return is_more and not self.was_killed and self.process.exitcode == -signal.SIGKILL
 
     def note_output(self) -> None:
-        """It has printed something."""
+        """Record that the worker has printed something."""
         self.printed_at = time.monotonic()
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, if it still runs."""
+        """Send a signal if the worker still runs."""
         if self.process.is_alive():
             os.kill(self.pid, number)
 
     def end_descendants(self) -> None:
-        """Kill what it has started, once it has ended itself: its process group is its own."""
+        """Kill the processes that the worker started, which share its process group, after it has ended."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """End it now. It may be frozen or stuck: SIGKILL needs no answer."""
+        """Kill the worker with SIGKILL, which also works if the worker is frozen or stuck."""
         self.was_killed = True
         self.send_signal(signal.SIGKILL)
 
 
 @dataclass(frozen=True)
 class WorkerOrder:
-    """Which worker to start, how, and what of its output goes into a pipe."""
+    """Describes which worker to start, by which method, and which of its output streams go into a pipe."""
 
     local_rank: int
     serial: int
     method: StartMethod
     captures: Captures
     name: str
-    """Node and local rank, shown in lists of processes."""
+    """Node and local rank, shown in process lists."""
 
 
 def start_worker(
@@ -140,10 +146,10 @@ def start_worker(
     *,
     variables: Mapping[str, str],
 ) -> Worker:
-    """Start one worker; ``variables`` are set in its environment."""
+    """Start one worker, with ``variables`` set in its environment, and return it."""
     ours, theirs = channel_pair()
     heartbeat = WorkerHeartbeat()
-    # The write end goes to the worker alone: the pipe ends with the last process that holds it.
+    # Only the worker keeps the write end, because the pipe closes with the last process that holds it.
     read_end, write_end = os.pipe() if order.captures != "nothing" else (None, None)
     context = multiprocessing.get_context(order.method)
     output = None if write_end is None else _Descriptor(write_end)
@@ -151,7 +157,7 @@ def start_worker(
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]
         target=_worker_main, args=(start,), name=f"evergrad-worker-{order.local_rank}"
     )
-    # A fork copies what is not written yet, and would write it again.
+    # Flush first: a fork copies unwritten output and would write it again.
     sys.stdout.flush()
     sys.stderr.flush()
     with stop_signals_blocked():
@@ -182,8 +188,10 @@ class _Start:
 
 
 class _Descriptor:
-    """An open file that a worker gets however it is started: a fork has it, the other methods pass it on as
-    they pickle this."""
+    """An open file descriptor that a worker receives with every start method.
+
+    A fork inherits the descriptor; the other methods pass it on when they pickle this object.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -201,17 +209,18 @@ def _take_descriptor(passed: _Passed) -> _Descriptor:
 
 
 def _worker_main(start: _Start) -> None:
-    # First of all: a worker whose node is gone already must not live on.
+    # Do this first: a worker whose node has already ended must not continue to run.
     if start.order.method == "forkserver":
         die_with_client()
     else:
         die_with_parent(start.parent)
-    # Out of the terminal's foreground group: Ctrl-C reaches the node alone, which asks its workers.
+    # Leave the terminal's foreground process group, so that Ctrl-C reaches only the node, which then stops
+    # its workers.
     os.setpgid(0, 0)
     fall_silent()
     name_process(f"evergrad-w{start.order.name}")
-    # State that a fork copies: the node's signal handling, and its sockets, whose other ends wait for them to
-    # be closed.
+    # Reset the state that a fork copies: the node's signal handling, and its sockets. The peers of these
+    # sockets wait until every copy is closed.
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
         is_request = number in (signal.SIGTERM, signal.SIGINT)
@@ -221,7 +230,7 @@ def _worker_main(start: _Start) -> None:
     if start.output is not None:
         kept.add(start.output.number)
     for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - kept:
-        # The descriptor by which the folder itself was listed is closed by now.
+        # The descriptor that listed the folder is already closed, so its link cannot be read.
         with contextlib.suppress(OSError):
             kind = os.readlink(f"/proc/self/fd/{descriptor}")
             if kind.startswith("socket:") or kind in _FOREIGN:
@@ -231,7 +240,7 @@ def _worker_main(start: _Start) -> None:
     register_stacks("" if rank is None else f"rank {rank}")
 
     def run() -> int:
-        # Inside ``run_and_exit``, which prints an error where the worker's output goes.
+        # Redirect inside ``run_and_exit``, so that it prints an error to the worker's output.
         if start.output is not None:
             if start.order.captures == "both":
                 os.dup2(start.output.number, 1)
@@ -249,18 +258,19 @@ def name_process(name: str) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of whatever its workers leave behind, as the first process of a container
-    is anyway."""
+    """Make this process the parent of the processes that its workers leave behind.
+
+    The first process of a container is their parent without this call.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_orphans(*, known: Collection[int]) -> None:
-    """Kill and reap what workers have started and left behind; the ``known`` processes are the workers
-    themselves.
+    """Kill and reap the processes that workers have started and left behind.
 
-    They are told from this process's own helpers by their process group, which is that of the worker they
-    come from.
+    ``known`` contains the process ids of the workers themselves. Helpers of this process are not affected:
+    they are in its process group, whereas an orphan is in the process group of its worker.
     """
     try:
         text = Path(f"/proc/self/task/{os.getpid()}/children").read_text("ascii")

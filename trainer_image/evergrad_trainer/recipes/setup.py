@@ -1,5 +1,5 @@
-"""Opens a run's recipe: its task, its sources as streams of micro-batches, and what it measures between
-steps."""
+"""Opens a run's recipe: its task, its sources as streams of micro-batches, and its evaluators and
+observers."""
 
 import hashlib
 import json
@@ -32,7 +32,10 @@ _BEST: Final = "spec.training.checkpoint.best.metric"
 
 @dataclass(frozen=True)
 class Opened:
-    """A task with everything it reads. One a process: files and tokenizer are opened once."""
+    """A task with everything that it reads.
+
+    Each process has one instance, so that files and the tokenizer are opened once.
+    """
 
     task: Task
     code: Code
@@ -40,18 +43,18 @@ class Opened:
     evaluators: Mapping[str, Evaluator]
     observers: Lasting = field(default_factory=lambda: Lasting(()))
     prepared: Prepared | None = None
-    """The data that the sources read, with those that the task itself has prepared."""
+    """The prepared data that the sources read, including the data that the task itself has prepared."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the task says of its stages, as it is in the fingerprint of the data."""
+        """The facts of the task's stages, as they are part of the fingerprint of the data."""
         stages = self.data.train.stages
         return {name: value for one in stages for name, value in one.facts.items()}
 
     def starting_at(self, start: DataStart | None, training: Training) -> "Opened":
-        """The same, with data that begin where another run has left its own, if ``start`` says so.
+        """Return a copy whose data begin at ``start`` if ``start`` continues another run's data.
 
-        Raises ConfigurationError.
+        Raises ConfigurationError if the data cannot begin there.
         """
         if start is None or not start.goes_on:
             return self
@@ -67,12 +70,15 @@ def open_recipe(
     prepared_directory: Path | None = None,
     run_directory: Path | None = None,
 ) -> Opened:
-    """The recipe of ``training`` over prepared data.
+    """Open the recipe of ``training`` with prepared data.
 
-    ``has_trained``: the run has made steps, so that its code is known to work. ``prepared_directory``: where
-    a task that prepares data of its own does so, once a node; None where that is done. ``run_directory``: for
-    observers that write on every rank, and for what the run has begun with. Raises DataError,
-    ConfigurationError, TaskInputError, TaskError.
+    ``has_trained`` is true if the run has made steps, which shows that the task's code works.
+    ``prepared_directory`` is the directory in which the task prepares its own data, once for each node; it is
+    None if these data are already prepared. ``run_directory`` is used by observers that write on every rank,
+    and to find the state that the run began with.
+
+    Raises DataError if data cannot be read, ConfigurationError if the manifest does not fit the task, and
+    TaskInputError or TaskError if the task's code fails.
     """
     task, code = load_task(
         training, base_directory, has_trained=has_trained, run_directory=run_directory
@@ -88,7 +94,7 @@ def open_recipe(
         name: (*METRICS_OF_ALL, *(task.metrics if one.metrics is None else one.metrics))
         for name, one in evaluators.items()
     }
-    # The names of a task's own sets and metrics are known here first.
+    # Check names here, because the names of a task's own sets and metrics were not available earlier.
     problems = []
     for index, one in enumerate(training.evaluation.sets):
         if one.name not in measured:
@@ -119,7 +125,7 @@ def open_recipe(
 
 
 def _unknown(where: str, what: str, name: str, known: Collection[str]) -> Problem:
-    """The problem of a name that nothing has."""
+    """Return the problem for an unknown name, with the nearest known name as a suggestion."""
     near = nearest(name, list(known))
     why = (
         f"did you mean `{near}`?"
@@ -137,10 +143,13 @@ def _prepare_own(
     base_directory: Path,
     prepared_directory: Path,
 ) -> Prepared:
-    """Let the task prepare its data, in a folder of the content of its files and options or of its recipe."""
+    """Let the task prepare its data.
+
+    The folder is named after a hash of the task's files and options, or after the recipe.
+    """
     prepare = getattr(task, "prepare", None)
     if prepare is None:
-        # A task that derives from none of ours may have been written before there was one.
+        # A task without one of Evergrad's base classes may be older than this method.
         return prepared
     name = f"recipe-{training.recipe}"
     if code.is_own:
@@ -158,26 +167,27 @@ def _prepare_own(
     with ExitStack() as held:
         with disk_errors(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            # Nodes share a volume: the second one finds what the first has made, instead of half of it.
+            # Nodes share a volume: the lock ensures that the second node finds complete data.
             lock = exclusive(
                 folder.with_suffix(".lock"), is_done=lambda: False, on_wait=note_wait
             )
             is_alone = held.enter_context(lock)
-            # Under the lock: the process that was waited for may have removed the folder.
+            # Create the folder under the lock, because the process that held it may have removed the folder.
             folder.mkdir(exist_ok=True)
-        # An OSError of the task's own code is not wrong data: a later start may well succeed.
+        # Keep this outside of ``disk_errors``: an OSError of the task's own code does not mean that the data
+        # are wrong, and a later start may succeed.
         with code.guarding("prepare"):
             facts = prepare(prepared, folder)
         if not facts:
             with disk_errors(folder):
                 is_empty = not any(folder.iterdir())
-                # Without a lock another process may be between its mkdir and its first file.
+                # Without a lock, another process may have created the folder but no file yet.
                 if is_empty and is_alone:
                     folder.rmdir()
             if is_empty:
                 return prepared
     try:
-        # As another process gets them: what is no JSON must not work on one node and fail on another.
+        # Convert the facts as for another process, so that facts that are not valid JSON fail on every node.
         facts = json.loads(json.dumps(dict(facts or {}), allow_nan=False))
     except (TypeError, ValueError) as error:
         why = f"{error}; it is given to other processes"

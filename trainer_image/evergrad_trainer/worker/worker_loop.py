@@ -1,5 +1,5 @@
-"""Drives one training process through the states of :mod:`evergrad_trainer.worker.states`: build once, then
-one world or many."""
+"""Drives one training process through the states of :mod:`evergrad_trainer.worker.states`: it builds once,
+and then takes part in one or more worlds."""
 
 import contextlib
 import sys
@@ -25,15 +25,15 @@ from evergrad_trainer.worker.teardown import close_run, save_all
 from evergrad_trainer.worker.worlds import Worlds
 
 _LANDING_SECONDS = 0.5
-"""From the end of a save, as one rank sees it, until every rank does."""
+"""Longest time in seconds between the moments at which two ranks observe the end of the same save."""
 _MANY_SAVES = 1_000_000
-"""More than one world ever makes: ranks that save alone under the number of the same world do not share a
-name."""
+"""A number of saves that no world reaches, so that ranks that save alone under the number of the same world
+use different names."""
 
 
 @dataclass(frozen=True)
 class Unwritten:
-    """Events of a world's start that only its rank 0 writes, and the newest step finished by then."""
+    """Events of a world's start, which only its rank 0 writes, and the newest finished step at that time."""
 
     finished_steps: int = -1
     events: tuple[Event, ...] = ()
@@ -63,14 +63,14 @@ class Lifecycle:
         self._has_ended_run = False
         self._unwritten = Unwritten()
         self._undecided_at = -1
-        """Newest step at which replicas differed and no majority could tell which is right."""
+        """Newest step at which replicas differed and no majority showed which replica is correct."""
         self._do_hosts_differ = False
-        """They differed again at a step that was trained again, as hosts do whose processors round
-        differently."""
+        """Whether replicas differed again at a step that was trained again, which happens if the hosts'
+        processors round differently."""
 
     @property
     def held_step(self) -> int:
-        """Newest finished step whose state this process holds whole; -1 for none."""
+        """Newest finished step whose complete state this process holds; -1 if there is none."""
         return (
             self._session.progress.finished_steps
             if self.life.held == StateStatus.WHOLE
@@ -78,7 +78,7 @@ class Lifecycle:
         )
 
     def live(self) -> LifeEnd:
-        """Take part in one world after the other, until an order ends it."""
+        """Take part in one world after another until an order to leave or to finish arrives."""
         while True:
             match self._worlds.await_order(step=self.held_step):
                 case WorkerGo() as begin:
@@ -89,15 +89,17 @@ class Lifecycle:
                     self.life.enter(WorkerState.ENDED)
                     return end
                 case WorkerFinish() as order:
-                    # First: a record that cannot be closed is an error of a life that is not over yet.
+                    # Release the duties before entering ENDED, so that an error in closing a record is
+                    # reported as an error of a running process.
                     self._release()
                     self.life.enter(WorkerState.ENDED)
                     return LifeEnd(order.exit_code)
 
     def _take_part(self, begin: WorkerGo) -> None:
-        """Meet, settle, train, leave. A failed peer, or replicas that differ, end this world alone.
+        """Form a world, agree on the state, train, and leave the world.
 
-        Other errors are raised; those two as well where no other world follows.
+        If a peer fails or replicas differ, only this world ends. Raises all other errors, and also these two
+        (PeerLostError and DivergedError) if no other world can follow.
         """
         self.life.enter(WorkerState.SETUP)
         self.generation, self._rank = begin.generation, begin.rank
@@ -111,7 +113,7 @@ class Lifecycle:
                 raise
             if isinstance(error, DivergedError):
                 self._note_divergence(error)
-            # No traceback: it would hold collectives and tensors of the group that is taken down.
+            # Drop the traceback: it would keep collectives and tensors of the old group alive.
             broken_by = error.with_traceback(None)
         self._leave(world, broken_by)
 
@@ -120,34 +122,35 @@ class Lifecycle:
         session.membership.move_to(world)
         if self._worlds.are_replaced:
             session.mark("group")
-        # Before anything else can fail: the error has to be written down, too.
+        # Take the duties before anything else can fail, so that an error is also recorded.
         is_new = world.is_main and self._take_duties()
         if self._writer.is_on_duty and not world.is_main:
-            # Another process writes from here on, and does not have what this one noted as rank 0.
+            # Another process writes from here on, and does not have the events that this process noted as
+            # rank 0.
             session.release_events()
-        # Events of this world's start wait until the one that says that it has begun, and with them those of
-        # a world that broke before it had.
+        # Events of this world's start wait until the event that announces the start. Events of an earlier
+        # world that broke before its start was announced wait with them.
         if session.waiting is None:
             session.waiting = self._take_unwritten()
         self.life.enter(WorkerState.SETTLE)
         # Collectives: after this all ranks hold one state.
         is_fresh = settle(session, self._machinery, self._run, self.life)
         if session.progress.finished_steps > 0:
-            # Made by others, perhaps: what fails from here on works elsewhere.
+            # Other processes may have made these steps. An error from here on occurs in code that has worked.
             session.opened.code.note_trained()
         self.life.enter(WorkerState.TRAIN)
         self._worlds.trains(world, session.progress.finished_steps)
         if not world.is_main:
-            # Rank 0 writes what the start of this world has to say. If it is lost before the first step, the
-            # next rank 0 does.
+            # Rank 0 writes the events of this world's start. If it is lost before the first step, the next
+            # rank 0 writes them.
             self._unwritten = Unwritten(
                 session.progress.finished_steps, tuple(session.waiting or ())
             )
             session.waiting = None
             self._release()
         else:
-            # It is not known whether a rank 0 that died before the first step had announced the start.
-            # Without run.json the run could never be started again.
+            # A rank 0 that died before the first step may not have announced the start. Announce it again:
+            # without run.json the run could never be started again.
             is_begun = session.is_announced or session.progress.steps_here > 0
             if is_fresh or not is_begun:
                 announce(session, self._machinery)
@@ -159,11 +162,11 @@ class Lifecycle:
         if reason != "change":
             # The ranks of this world have agreed that the run stops.
             self.life.enter(WorkerState.CLOSING)
-            # Collective: a rank that failed alone here would leave the others in their last save.
+            # Collective: if one rank failed alone here, the others would wait in their last save.
             is_saved = save_all(self._run)
             takes_file = reason == "stop_file" and world.is_main
             if takes_file and not self._worlds.are_replaced:
-                # There is no other worker to stop, and the next start is to train.
+                # No other worker needs the stop file, and the next start must train.
                 session.directory.consume_stop_file()
             code = close_run(session, self._writer, reason, is_saved=is_saved)
             self._run.observers = session.observers
@@ -171,37 +174,39 @@ class Lifecycle:
             step = session.progress.finished_steps
             self._worlds.agreed_end(world, step=step, exit_code=int(code), reason=reason)
             if takes_file and self._worlds.are_replaced:
-                # Last: where this process dies before others know of the end, they continue, see the file and
-                # stop a step later.
+                # Remove the file last: if this process dies before the end is reported, the other ranks
+                # continue, find the file and stop one step later.
                 session.directory.consume_stop_file()
 
     def _take_unwritten(self) -> list[Event]:
-        """Events of the last world's start, if it trained no step, so that its rank 0 may not have written
-        them. An event that is written twice does no harm, and one that is lost does."""
+        """Return the events of the last world's start if that world trained no step.
+
+        Its rank 0 may not have written them in this case. A duplicate event is harmless; a lost event is not.
+        """
         unwritten, self._unwritten = self._unwritten, Unwritten()
         if unwritten.finished_steps != self._session.progress.finished_steps:
             return []
         return list(unwritten.events)
 
     def _leave(self, world: World | None, broken_by: EvergradError | None) -> None:
-        """Out of the group, whatever has become of it.
+        """Leave the group, whether it ended as agreed or broke.
 
-        ``broken_by``: what broke it, if it did not end as agreed.
+        ``broken_by`` is the error that broke the group, or None if it ended as agreed.
         """
         checkpoints, stepper = self._run.checkpoints, self._run.stepper
         if broken_by is not None:
             self.life.enter(WorkerState.GIVING_UP)
-            # Peers that are well must not wait for this process, nor its own operations for theirs.
+            # Cut the connections, so that healthy peers do not wait for this process, and its operations do
+            # not wait for the peers.
             self._worlds.cut()
         else:
             self.life.enter(WorkerState.LEAVING)
-            # Another rank may have seen the end of a save, for which all have waited, a moment before this
-            # one.
+            # All ranks have waited for a save, and another rank may have observed its end before this rank.
             checkpoints.abandon(patience_seconds=_LANDING_SECONDS)
         was_stuck = self._worlds.leave(world)
         stepper.heartbeat.rest()
         if was_stuck:
-            # Threads of operations that never ended may still write into them.
+            # Threads of operations that never ended may still write into the old buffers.
             stepper.forget_buffers()
         checkpoints.abandon(patience_seconds=0.0)
         self._move_alone()
@@ -222,8 +227,8 @@ class Lifecycle:
         if order.is_planned:
             self.generation = max(self.generation + 1, order.generation)
         self._move_alone()
-        # A save that was not planned has the number of this worker's last world, whose other ranks may do the
-        # same.
+        # An unplanned save uses the number of this worker's last world. Other ranks of that world may also
+        # save under this number, so use a range of save numbers for each rank.
         run.checkpoints.enter_world(
             failures=0, saves=0 if order.is_planned else (self._rank + 1) * _MANY_SAVES
         )
@@ -242,9 +247,9 @@ class Lifecycle:
         return LifeEnd(int(code), WorkerLeft(is_saved))
 
     def _note_divergence(self, error: DivergedError) -> None:
-        """Take the state of suspected ranks for lost.
+        """Treat the state of suspected ranks as lost.
 
-        They get it from the others, or all go back to the newest checkpoint.
+        They receive the state from other ranks, or all ranks return to the newest checkpoint.
         """
         session = self._session
         world, finished = session.world, session.progress.finished_steps
@@ -252,9 +257,9 @@ class Lifecycle:
         if len(error.ranks) == world.size and not is_exact:
             self._do_hosts_differ |= finished <= self._undecided_at
             self._undecided_at = max(self._undecided_at, finished)
-        # Gradients of a wrong replica are in everybody's sums since; exact mode goes back to where all were
-        # equal. Where hosts round differently that would never end: rank 0's state is
-        # transferred to the others.
+        # The gradients of a wrong replica are part of all ranks' sums since then, so exact mode returns to a
+        # checkpoint at which all replicas were equal. If the hosts round differently, this would repeat
+        # without end, so rank 0's state is transferred to the others.
         if not (self._do_hosts_differ and world.is_main) and (
             is_exact or world.rank in error.ranks
         ):
@@ -262,8 +267,8 @@ class Lifecycle:
         if world.is_main:
             print(f"error: {error}", file=sys.stderr, flush=True)
             session.emit(EventType.WARNING, {"message": str(error)})
-        # All peers are there, and a save under way is of a state that was compared: it may be what all go
-        # back to.
+        # All peers still run, and a current save contains a state that was compared. Wait for it, because all
+        # ranks may return to its checkpoint.
         with contextlib.suppress(PeerLostError):
             self._run.checkpoints.wait()
 

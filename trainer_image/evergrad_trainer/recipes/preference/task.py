@@ -1,4 +1,4 @@
-"""The task of preferences: pairs of rows, the frozen reference, the loss of pairs and what is measured."""
+"""The preference task: pairs of rows, the frozen reference model, the loss of pairs and the metrics."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ MODEL: Final = "model"
 REFERENCE: Final = "reference"
 _INITIAL_FIELD: Final = "spec.training.initFrom.path"
 _LONGEST_CHAIN: Final = 64
-"""Most runs of which each continues with the state of the next: more would be runs that name one another."""
+"""Longest chain of runs of which each continues the next; a longer chain would be a cycle."""
 _WHY_READ: Final = (
     "with everything loaded, the reference is that of the run which is gone on with"
 )
@@ -48,20 +48,20 @@ _NAME_IT: Final = "Name that reference as preference.reference"
 
 
 class Preference(Pretrain):
-    """The loss of pairs beside a frozen model, which is the one that the run begins with or another one."""
+    """Trains a model on pairs, compared with a frozen reference: the run's initial model or another model."""
 
     metrics: ClassVar[Mapping[str, str]] = METRICS
     loss_items: ClassVar[str] = "pairs"
 
     @property
     def settings(self) -> PreferenceSection:
-        """Loss and reference."""
+        """The section of the manifest with the loss and the reference."""
         return self.setup.training.pair_settings or PreferenceSection()
 
     def stages(self, prepared: Prepared) -> Sequence[Stage]:
-        """All sources by their weights, from the first step to the last.
+        """Return one stage with all sources by their weights, from the first step to the last.
 
-        Raises DataError, and ModelError where there is no reference of the name that the file has.
+        Raises DataError if a source cannot be read, and ModelError if the named reference does not exist.
         """
         found = self._find_reference()
         if found is not None and not found.path.is_dir():
@@ -76,14 +76,15 @@ class Preference(Pretrain):
         return super().stages(prepared)
 
     def build(self, build_model: Callable[[], nn.Module]) -> Modules:
-        """The file's model, and another of its kind that stays as it is.
+        """Build the model that is trained, and a second, frozen model of the same architecture.
 
-        Raises ModelError and CheckpointError where the reference cannot be read.
+        Raises ModelError or CheckpointError if the reference cannot be read.
         """
         model, reference = build_model(), build_model()
         named = self._find_reference()
         if named is not None and any(one.is_meta for one in reference.parameters()):
-            # Made later, one by one, by whoever cuts the model: the whole one is asked for then.
+            # The sharding code creates these weights later, one by one. It catches this error and requests
+            # the full model.
             raise NotImplementedError
         begins_behind: int | None = None
         if named is not None:
@@ -103,10 +104,13 @@ class Preference(Pretrain):
         )
 
     def loss(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
-        """The sums over pairs."""
+        """Return the loss and the metrics as sums over the pairs of the batch.
+
+        ``batch[INPUT_IDS]`` and ``batch[LABELS]`` have the shape [pairs, 2, tokens].
+        """
         inputs, labels = batch[INPUT_IDS].flatten(0, 1), batch[LABELS].flatten(0, 1)
         chunk_tokens = self.setup.training.runtime.loss_chunk
-        # First the one without gradients: what it computes on the way is gone before the other begins.
+        # Run the reference first: it needs no gradients, so its activations are freed before the model runs.
         with torch.no_grad():
             its = row_log_probs(
                 modules.frozen[REFERENCE], inputs, labels, chunk_tokens=chunk_tokens
@@ -115,7 +119,7 @@ class Preference(Pretrain):
         own = row_log_probs(model, inputs, labels, chunk_tokens=chunk_tokens)
         sums = (LogProbs.of(own.view(-1, 2)), LogProbs.of(its.view(-1, 2)))
 
-        # A row that fills up a batch of an evaluation has no label, and a loss that does not count.
+        # Padding rows of an evaluation batch have no labels, and their losses do not count.
         is_pair = (batch[LABELS] != IGNORE_INDEX).flatten(1).any(dim=1)
         total = _sum_where(is_pair, pair_losses(*sums, self.settings))
         with torch.no_grad():
@@ -133,17 +137,17 @@ class Preference(Pretrain):
         )
 
     def _find_reference(self) -> "_Named | None":
-        """The reference that the file names; None where it is what ``model`` describes."""
+        """Return the reference that the manifest names, or None if ``spec.training.model`` describes it."""
         training, base = self.setup.training, self.setup.base_directory
         if self.settings.reference is not None:
             path = base / self.settings.reference
             return _Named(REFERENCE_FIELD, path)
-        # The weights that a run begins with are not those that ``model`` describes. One that continues behind
-        # another run's step continues beside that run's reference.
+        # With ``initFrom``, a run does not begin with the weights that ``model`` describes. A run that
+        # continues after another run's step uses the other run's reference.
         begun: BegunFrom | None = None
         if self.setup.run_directory is not None:
             own = RunDirectory(self.setup.run_directory)
-            # Read each time: another node may have begun the run since this one opened its task.
+            # Read the record each time: another node may have begun the run since this task was opened.
             if (record := own.read_resolved()) is not None:
                 begun = read_optional(own, record, BEGUN_FROM, BegunFrom)
         for number in range(_LONGEST_CHAIN):
@@ -152,10 +156,10 @@ class Preference(Pretrain):
                 return None
             path = base / wanted.path
             if number > 0 and begun is not None and not path.exists():
-                # Older versions wrote base directories that lead elsewhere behind a link.
+                # Older versions recorded base directories that are wrong behind a link.
                 path = Path(begun.path)
             if not wanted.goes_on:
-                # The newest checkpoint of a run that trains on is another one at each start.
+                # Use the recorded step, because the newest checkpoint of a run that still trains changes.
                 has_begun = begun is not None and bool(begun.checkpoint)
                 step = begun.step if begun is not None and has_begun else wanted.step
                 return _Named(
@@ -165,7 +169,7 @@ class Preference(Pretrain):
                     has_begun=has_begun,
                     is_own=number == 0,
                 )
-            # Behind links, as the load reads it: the folders above a link are not the run's.
+            # Resolve links as the load does: the parents of a link are not the directories of the run.
             if (found := find_record(path.resolve())) is None:
                 what = f"{path} is not in the directory of a run"
                 raise ModelError(Problem(_INITIAL_FIELD, what, _WHY_READ, _NAME_IT))
@@ -182,9 +186,10 @@ class Preference(Pretrain):
 
 @dataclass(frozen=True)
 class _Named:
-    """Weights that a field of the file names. ``step``: of a run directory, instead of its newest.
+    """Weights that a field of the manifest names.
 
-    ``has_begun``: a run has begun with that step. ``is_own``: this run begins with these weights.
+    ``step`` selects a checkpoint of a run directory instead of its newest one. ``has_begun`` is true if a run
+    has begun with this step, and ``is_own`` is true if this run begins with these weights.
     """
 
     field: str
@@ -194,17 +199,17 @@ class _Named:
     is_own: bool = False
 
     def load(self, tensors: dict[str, Tensor], config: Any) -> int | None:
-        """Load them from a checkpoint into a model of ``config``.
+        """Load the weights from a checkpoint into ``tensors``, which belong to a model with ``config``.
 
-        Returns the step that this run has to begin behind, if it is to begin with them. Raises
-        CheckpointError.
+        Returns the checkpoint's step if this run begins with these weights, and None otherwise. Raises
+        CheckpointError if the checkpoint cannot be loaded or its model computes a different function.
         """
         try:
             loaded = load_weights(self.path, tensors, step=self.step)
         except CheckpointError as error:
             if not self.has_begun:
                 raise
-            # Without its remedy, which is to name another one: that would be another reference.
+            # Remove the remedy of this error, to name another checkpoint: it would be another reference.
             why = " ".join(str(replace(one, remedy="")) for one in error.problems)
             what = f"the reference is step {self.step} in {self.path}, which cannot be loaded now"
             remedy = "Bring it back: it is read at each start until the run is complete"
