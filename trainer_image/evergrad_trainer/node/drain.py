@@ -1,11 +1,11 @@
-"""How a node leaves that was asked to: by a plan of the coordinator, or on its own where none comes.
+"""Drains a node that was requested to leave: by a plan of the coordinator, or alone if no plan arrives.
 
 =======  ============================================  ==============================================
 state    begins with                                   what the node does
 =======  ============================================  ==============================================
-present                                                it takes part
-leaving  the first request to stop                     it says so, and waits for a plan without it
-alone    no contact for a while, or its time is over   its workers save, if they must, and leave
+present                                                takes part
+leaving  the first request to stop                     reports so, and waits for a plan without it
+alone    no contact for 3 s, or its grace has ended    its workers save if necessary, and leave
 =======  ============================================  ==============================================
 """
 
@@ -18,11 +18,11 @@ from evergrad_trainer.node.worker_group import WorkerGroup
 from evergrad_trainer.worker import channel
 
 _UNREACHABLE_SECONDS = 3.0
-"""After so long without the coordinator a node that must go leaves on its own."""
+"""A leaving node that has had no contact with the coordinator for this time leaves alone."""
 
 
 class Departure:
-    """Leads one node's workers out of the run."""
+    """Drains the workers of one node from the run."""
 
     def __init__(
         self,
@@ -32,7 +32,11 @@ class Departure:
         log: Callable[[str], None],
         grace_seconds: float,
     ) -> None:
-        """``log``: writes a line. ``grace_seconds``: from the request to leaving on its own."""
+        """Prepare the drain.
+
+        ``log`` writes a line. ``grace_seconds`` is the time from the request to stop until the node leaves
+        alone.
+        """
         self._conversation = conversation
         self._workers = worker_group
         self._log = log
@@ -42,11 +46,11 @@ class Departure:
         """Whether the workers leave without a plan of the coordinator."""
 
     def leave(self) -> None:
-        """Ask the coordinator for a group without this node, unless that was done before."""
+        """Request a group without this node from the coordinator; later calls do nothing."""
         if self._since is not None:
             return
         self._since = time.monotonic()
-        # Said again on every new connection: the coordinator that has heard it may be gone.
+        # Send the request on every new connection: the coordinator that received it may have restarted.
         self._conversation.is_leaving = True
         # Without a coordinator and without a group no component can plan work for this node.
         if not self._conversation.send(Leaving()) and self._workers().place is None:
@@ -54,7 +58,10 @@ class Departure:
         self._log("was asked to leave")
 
     def tick(self, away_seconds: float) -> None:
-        """Leave alone where no plan has come in time. ``away_seconds``: since the last contact."""
+        """Leave alone if no plan has arrived in time.
+
+        ``away_seconds`` is the time since the last contact with the coordinator.
+        """
         if self._since is None or self.is_alone:
             return
         waited = time.monotonic() - self._since
@@ -68,7 +75,7 @@ class Departure:
         if self._workers().place is None:
             self._workers().depart(None, save=True)
         else:
-            # Workers leave their group at a step boundary first; they depart once they have said ready.
+            # Workers first leave their group at a step boundary; they depart after they have reported ready.
             self._workers().change(
                 channel.WorkerPlan(channel.LOCAL_GENERATION, hard=False),
                 cause="node_left",

@@ -1,4 +1,4 @@
-"""How long a node waits for a worker of its own before it takes it for frozen or stuck and replaces it."""
+"""Decides how long a node waits for one of its workers before it replaces the worker as frozen or stuck."""
 
 import time
 from collections.abc import Collection
@@ -7,34 +7,35 @@ from evergrad_trainer.node.workers import Worker
 
 PING_SECONDS = 0.5
 FROZEN_SECONDS = 10.0
-"""A worker whose watchdog thread has not answered for so long is frozen: it is killed and replaced."""
+"""A worker is killed and replaced as frozen if its watchdog thread has not answered for this time."""
 STUCK_SECONDS = 10.0
-"""At least this long a worker may take to leave a group that is given up; three of its longest slots if that
-is longer.
+"""Time that a worker has to leave an abandoned group, or three of its longest slots if that is longer.
 
-A slot lasts until its device has run it: an accelerator's queue is emptied before the group is left. Where no
-slot has ended yet, or the worker may be the last that holds the state, the timeout of its operations is the
-bound.
+A slot lasts until its device has run it, because an accelerator's queue is emptied before the worker leaves
+the group. If no slot has ended yet, or the worker may be the only holder of the state, the worker has at
+least the timeout of its collectives.
 """
 
 FIRST_RANK_SECONDS = 3.0
-"""Rank 0 may take this much longer: workers that are stuck in one group would all be killed at once, with
-every copy of the state. When the others are gone, the node of rank 0 is told that it holds the last one."""
+"""Additional time for rank 0. Otherwise all workers that are stuck in one group would be killed together,
+with every copy of the state. When the others are gone, the coordinator reports to the node of rank 0 that it
+is the only holder of the state."""
 
 
 class WorkerTimeouts:
-    """Judges workers by when they were heard last, and by when they were asked to leave a group
-    that is gone."""
+    """Decides which workers to kill, from the times of their last answers and of the last hard change."""
 
     def __init__(self, *, timeout_seconds: float) -> None:
-        """``timeout_seconds``: of the workers' collectives."""
+        """``timeout_seconds`` is the timeout of the workers' collectives."""
         self._timeout_seconds = timeout_seconds
         self._last_check = time.monotonic()
         self.asked_at = 0.0
 
     def check_clock(self, now: float, workers: Collection[Worker]) -> None:
-        """If this process stood still itself, silence says nothing about the others: all of them
-        begin again."""
+        """Restart the time limits of all workers if this process itself was suspended.
+
+        In this case a missing answer does not mean that a worker is frozen.
+        """
         if now - self._last_check > 4 * PING_SECONDS:
             for worker in workers:
                 worker.last_heard = worker.started_at = now
@@ -44,15 +45,16 @@ class WorkerTimeouts:
     def why_kill(
         self, worker: Worker, now: float, *, is_asked: bool, is_only_holder: bool
     ) -> str | None:
-        """Name what is wrong with a worker that must be replaced.
+        """Return why a worker must be replaced, or None if it need not be.
 
-        ``is_asked``: to leave at once, and it has not answered yet.
+        ``is_asked`` is true if the worker must leave its group because of a hard change and has not answered
+        yet. ``is_only_holder`` is true if no other node holds a state.
         """
         if now - worker.last_heard > FROZEN_SECONDS:
             return "is frozen"
         if not is_asked:
             return None
-        # As long as its work may take, also if that time is not known yet.
+        # Allow the time that the worker's current slot may take, even if no slot has been measured yet.
         patience = max(STUCK_SECONDS, 3 * worker.heartbeat.longest_slot_seconds)
         if worker.rank == 0:
             patience += FIRST_RANK_SECONDS

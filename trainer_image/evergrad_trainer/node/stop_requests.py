@@ -1,5 +1,5 @@
-"""Requests to stop as a node receives them: SIGTERM or SIGINT once to leave in order, twice to
-end at once."""
+"""Receives a node's requests to stop: the first SIGTERM or SIGINT starts a drain, and the second ends the
+node without waiting."""
 
 import asyncio
 import contextlib
@@ -14,18 +14,18 @@ from evergrad_common.contract import ExitCode
 from evergrad_trainer.worker.signals import StopCount
 
 _ALONE_SECONDS = 3.0
-"""For a node whose grace period is over to leave without a coordinator; a pod has five before its kubelet
+"""Time after the grace period for a node to leave without a coordinator. A pod has 5 s before the kubelet
 kills it."""
 _LAST_SECONDS = 1.5
-"""For a node that ends at once to kill its workers; then the process is ended whatever its event
-loop does."""
+"""Time for a node that ends without waiting to kill its workers. Afterwards the process is ended, even if
+its event loop does not respond."""
 
 
 class StopRequests:
-    """Listens in a thread: the event loop may stand still, and must not keep the process from its end.
+    """Listens for stop signals in a thread, so that a blocked event loop cannot keep the process from ending.
 
-    ``on_first`` and ``on_last`` are called on ``loop``: at the first signal, and at the second or when the
-    time is over.
+    ``on_first`` is called on ``loop`` at the first signal. ``on_last`` is called on ``loop`` at the second
+    signal, or when the grace period and 3 more seconds have ended.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class StopRequests:
         )
 
     def install(self) -> None:
-        """Start listening. Only for the main thread."""
-        # The handlers do nothing; they make Python write each signal's number into the pipe, from C and at
-        # once.
+        """Start to listen; call this only from the main thread."""
+        # The handlers do nothing. They make Python's C signal handler write each signal's number into the
+        # pipe immediately.
         self._previous_wakeup = signal.set_wakeup_fd(
             self._write_end, warn_on_full_buffer=False
         )
@@ -62,7 +62,7 @@ class StopRequests:
         self._thread.start()
 
     def uninstall(self) -> None:
-        """Put back what was there before."""
+        """Stop listening, and restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         signal.set_wakeup_fd(self._previous_wakeup)
@@ -81,7 +81,7 @@ class StopRequests:
             if not select.select([self._read_end], [], [], timeout)[0]:
                 self._end_at_once("its time is over")
                 continue
-            # Zero is ``uninstall``; other signals, such as the end of a child, are written here, too.
+            # A zero is written by ``uninstall``. Other signals, such as SIGCHLD, are also written here.
             for number in os.read(self._read_end, 64):
                 if number == 0:
                     return
@@ -96,7 +96,7 @@ class StopRequests:
 
     def _end_at_once(self, why: str) -> None:
         if self._is_last:
-            # The loop has not done it. Workers die with this process.
+            # The event loop has not ended the node in time. The workers die with this process.
             os.write(
                 2,
                 b"evergrad: the node does not answer; it is ended without a word to its coordinator\n",

@@ -1,8 +1,8 @@
-"""Finds workers that stand still although another one of their group has ended with 0.
+"""Finds workers that hang although another worker of their group has ended with 0.
 
-A rank may work longer than the others: it writes the final model, or evaluates it. Such a rank uses a
-processor, reads, writes, prints or waits for a disk. A rank that does none of these for the whole time
-allowed is hung: in a destructor, or in a collective that no other rank will ever join.
+A rank may work longer than the others, for example because it writes or evaluates the final model. Such a
+rank uses a processor, reads, writes, prints or waits for a disk. A rank that does none of these for the whole
+limit hangs: in a destructor, or in a collective that no other rank will join.
 """
 
 import contextlib
@@ -14,23 +14,23 @@ from pathlib import Path
 from evergrad_trainer.node.workers import Worker
 
 FINISH_SECONDS = 300.0
-"""As long as torchrun's agents wait for each other once their own workers have ended (its exit barrier)."""
+"""Default limit; it is the time for which torchrun's agents wait for each other in their exit barrier."""
 _IDLE_SHARE = 0.01
-"""Of one core: threads that only wake up to look at something use less."""
+"""Share of one core. Threads that only wake up to check a condition use less."""
 _IDLE_SECONDS = 0.2
-"""Of a processor, at any time: a tenth of what starting Python takes."""
+"""Processor time that never counts as activity; it is a tenth of the time that Python takes to start."""
 _IDLE_BYTES = 64 * 1024
-"""Read and written: less is messages, a block of a file is more."""
+"""Bytes read and written that do not count as activity: messages are smaller, blocks of a file larger."""
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What a worker and the processes that it has started have done so far."""
+    """Total activity of a worker and its descendant processes."""
 
     cpu_seconds: float
     moved_bytes: int
     waits_for_disk: bool
-    """Whether a thread is in an operation of a disk or a network file system."""
+    """Whether a thread waits for a disk or a network file system."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _Mark:
 
 
 class Stragglers:
-    """Remembers when each worker last did something, once it is asked for the first time."""
+    """Records when each worker was last active, beginning with the first call of ``end_hung``."""
 
     def __init__(
         self,
@@ -49,18 +49,22 @@ class Stragglers:
         end: Callable[[Worker], None] = Worker.kill,
         observe: Callable[[int], Activity] | None = None,
     ) -> None:
-        """``limit_seconds``: 0 for ever. ``end`` ends a worker that hangs."""
+        """Prepare an empty record.
+
+        ``limit_seconds`` is the time without activity after which a worker is ended; 0 means no limit.
+        ``end`` ends a worker that hangs.
+        """
         self._limit_seconds = limit_seconds
         self._end = end
         self._observe = observe_activity if observe is None else observe
         self._marks: dict[int, _Mark] = {}
 
     def end_hung(self, workers: Iterable[Worker], *, now: float) -> None:
-        """End each worker that has stood still for longer than the limit."""
+        """End each worker that has not been active for longer than the limit."""
         if self._limit_seconds <= 0:
             return
         for worker in workers:
-            # Once: an end that begins with its stacks takes a while.
+            # End each worker only once: logging its stacks first may take a minute.
             if worker.why_killed:
                 continue
             activity = self._observe(worker.pid)
@@ -76,7 +80,7 @@ class Stragglers:
 
 
 def _has_moved(mark: _Mark, activity: Activity, worker: Worker, *, now: float) -> bool:
-    # A child that has ended takes its part of the sums with it: less is movement as well.
+    # The sums decrease when a child process ends, so a decrease also counts as activity.
     cpu_seconds = abs(activity.cpu_seconds - mark.activity.cpu_seconds)
     return (
         activity.waits_for_disk
@@ -87,7 +91,7 @@ def _has_moved(mark: _Mark, activity: Activity, worker: Worker, *, now: float) -
 
 
 def observe_activity(pid: int) -> Activity:
-    """What process ``pid`` and its descendants have done; what ``/proc`` does not show counts as nothing."""
+    """Return the activity of process ``pid`` and its descendants; values missing in ``/proc`` count as 0."""
     cpu_seconds, moved_bytes, waits_for_disk = 0.0, 0, False
     ticks = os.sysconf("SC_CLK_TCK")
     for one in _list_family(pid):
@@ -105,7 +109,7 @@ def observe_activity(pid: int) -> Activity:
 
 
 def _list_family(pid: int) -> list[int]:
-    """A process and all that it has started, and these have started."""
+    """Return the ids of a process and all its descendants."""
     family = [pid]
     for one in family:
         for path in Path(f"/proc/{one}/task").glob("*/children"):
@@ -115,5 +119,5 @@ def _list_family(pid: int) -> list[int]:
 
 
 def _read_fields(stat: Path) -> list[str]:
-    """The fields behind the name, which may hold anything: the first is the state."""
+    """Return the fields after the process name, which may contain any characters; the first is the state."""
     return stat.read_text("utf-8", errors="replace").rpartition(")")[2].split()

@@ -1,5 +1,5 @@
-"""Prepares a corpus for training: its items, and their states where these are kept, in one folder for each
-content."""
+"""Prepares a corpus for training: its items and, if they are cached, their states. Each content has one
+folder."""
 
 import hashlib
 import json
@@ -62,26 +62,27 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class Split:
-    """The items of one split, made from a corpus. ``arrays``: one row an item."""
+    """The items of one split, made from a corpus."""
 
     name: str
     arrays: Arrays
     families: Counter[str]
-    """Items of each family."""
+    """Number of items of each family."""
     fallbacks: Counter[str]
     """Items whose family took another one's place."""
 
 
 def array_path(folder: Path, split: str) -> Path:
-    """The file with the items of one split."""
-    # A split's name comes from the corpus, and is no name of a file.
+    """Return the path of the file with the items of one split."""
+    # A split's name comes from the corpus and may not be a valid file name, so use its hash.
     return folder / f"items-{hashlib.sha256(split.encode()).hexdigest()[:16]}.npz"
 
 
 def prepare(setup: Setup, section: LatentEdit, folder: Path) -> dict[str, Any]:
-    """Make a folder for this content below ``folder``, or find it whole. Returns what it says of itself.
+    """Make a folder for this content in ``folder``, or use it if it is complete, and return its facts.
 
-    Raises DataError and ModelError.
+    Raises DataError if the corpus or the prepared items are not valid, and ModelError if the encoder cannot
+    be used.
     """
     encoder = Encoder(setup)
     corpus = read_corpus(setup.base_directory / section.corpus, windows=section.windows)
@@ -95,7 +96,7 @@ def prepare(setup: Setup, section: LatentEdit, folder: Path) -> dict[str, Any]:
         maker = _Maker(setup, section, corpus, policy, encoder)
         found = _make(maker, facts, folder=folder, final=final)
 
-    # At every start: what takes the place of something else, or is in two sets, is never silent.
+    # Warn at every start about items that replace other items, and about items in two sets.
     doubts = [
         f"{name}: {count} of {split['items']} items are {pair.replace('>', ' replaced by ')}"
         for name, split in found["splits"].items()
@@ -117,11 +118,11 @@ def _describe(
     policy: HoldOutPolicy,
     encoder: Encoder,
 ) -> dict[str, Any]:
-    """Facts that decide the items and their states, as JSON values; no path of this machine.
+    """Return the facts that determine the items and their states, as JSON values without local paths.
 
-    Raises DataError where the predictor is for states of another width.
+    Raises DataError if the predictor's state width differs from the encoder's.
     """
-    # Before the identity, for which all weights are hashed.
+    # Check the width before the encoder's identity, for which all weights are hashed.
     wanted, width = section.predictor.state_width, encoder.width
     if wanted is not None and wanted != width:
         where = "spec.training.latentEdit.predictor.stateWidth"
@@ -149,12 +150,12 @@ def _describe(
 def _make(
     maker: "_Maker", facts: Mapping[str, Any], *, folder: Path, final: Path
 ) -> dict[str, Any]:
-    """Make the folder ``final`` in ``folder``; what it says of itself. Raises DataError and ModelError."""
+    """Make the folder ``final`` in ``folder``, and return its facts. Raises DataError and ModelError."""
     unfinished = folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
     lock = exclusive(folder / ".lock", is_done=lambda: False, on_wait=lambda: None)
     with ExitStack() as held:
         with disk_errors(folder):
-            # Without locks, what looks left over may be another node's work.
+            # Without locks, a folder that looks left over may be in use by another node.
             if held.enter_context(lock):
                 _remove_leftovers(folder)
         try:
@@ -163,8 +164,8 @@ def _make(
                 found = {**facts, **made, "folder": final.name}
                 (unfinished / FACTS).write_text(json.dumps(found, indent=2), "utf-8")
                 shutil.copy2(maker.corpus.folder / MANIFEST, unfinished / MANIFEST)
-                # One rename: what has the name is whole. Without locks another node may have made the same
-                # meanwhile, and then its folder is the one that is used.
+                # Rename once, so that a folder with the final name is complete. Without locks, another node
+                # may have made the same folder in the meantime; then use its folder.
                 try:
                     os.rename(unfinished, final)
                 except OSError:
@@ -177,7 +178,7 @@ def _make(
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes have left half-written, of any content: nobody goes on with it."""
+    """Remove incomplete files of killed processes, for any content; no process continues them."""
     for path in folder.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f"states-*/{UNFINISHED_STATES.format('*')}"):
@@ -186,10 +187,10 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _read_facts(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of a finished folder, once its files agree with them and they belong to ``facts``.
+    """Return the facts of a finished folder, after checking its files and comparing them with ``facts``.
 
-    By content, as the corpus: nodes are compared by what the folder says, and train what it holds. Raises
-    DataError.
+    Files are checked by their SHA-256, because nodes are compared by these facts but train on the files.
+    Raises DataError if they differ.
     """
     remedy = f"Delete the folder {folder}: it is made again"
     try:
@@ -216,7 +217,7 @@ class _Maker:
     encoder: Encoder
 
     def make(self, folder: Path, unfinished: Path) -> dict[str, Any]:
-        """Write everything but the facts into ``unfinished``; what is still to be said of it.
+        """Write everything except the facts into ``unfinished``, and return the additional facts.
 
         Raises DataError and ModelError.
         """
@@ -227,7 +228,7 @@ class _Maker:
         for name, own in windows.items():
             items = self._items(name, own, passed_over)
             splits.append(self._split(name, items, wanted))
-        # The batches of a step that encodes have one shape.
+        # With ``features: live``, a step encodes its batches, which must have one shape.
         lengths = {len(one.ids) for one in wanted.values()}
         if self.section.features == "live" and len(lengths) > 1:
             what = f"windows have {min(lengths)} to {max(lengths)} tokens"
@@ -254,7 +255,7 @@ class _Maker:
                 np.save(unfinished / STATES, states)
                 np.save(unfinished / MEAN, _mean_target(splits[0], states))
             hashes = {path.name: hash_file(path) for path in sorted(unfinished.iterdir())}
-        # States that each step makes are known by what makes them: nodes with other weights are no peers.
+        # Live states are identified by the encoder, so that nodes with different weights cannot be peers.
         content = self.encoder.identity
         if states is not None:
             content = hashlib.sha256(states.tobytes()).hexdigest()
@@ -278,7 +279,7 @@ class _Maker:
         for family in ("population", "clinical"):
             if not any(quota.family == family for quota in mixture):
                 continue
-            # Only what is trained on lacks what is held out; windows that are held out have their rows.
+            # Remove held-out edits only from the training split; held-out windows keep their rows.
             policy = self.policy if name == TRAIN else None
             files = self.corpus.tables(family)
             split = TRAIN if name == HELD_OUT else name
@@ -297,13 +298,13 @@ class _Maker:
         )
 
     def _split(self, name: str, items: Items, wanted: dict[bytes, Tokens]) -> Split:
-        """All items of a split; the sequences that the encoder has to read are added to ``wanted``."""
+        """Return all items of a split, and add the sequences that the encoder must read to ``wanted``."""
         numbers = {key: number for number, key in enumerate(wanted)}
         most = max(quota.edits for quota in items.mixture)
         num_items, bases = len(items), len(items.windows[0].sequence)
         sequences = b"".join(window.sequence for window in items.windows)
         places = [window.place.encode() for window in items.windows]
-        # An item is a row; a place of an edit that it has not stays empty, and has no state.
+        # Each item is a row. The columns of edits that an item does not have stay empty, without a state.
         arrays: Arrays = {
             "sequences": np.frombuffer(sequences, dtype=np.uint8).reshape(-1, bases).copy(),
             "places": np.array(places, dtype=np.bytes_),
@@ -356,14 +357,14 @@ class _Maker:
 
 
 def after_edits(sequence: bytes, item: Item) -> list[AppliedEdit]:
-    """The sequence after the first edit of an item, after the first two, and so on."""
+    """Return the sequence after the first edit of an item, after the first two edits, and so on."""
     return [
         apply_edits(sequence, item.edits[: number + 1]) for number in range(len(item.edits))
     ]
 
 
 def fill_row(arrays: Arrays, index: int, item: Item) -> None:
-    """Write an item into its row."""
+    """Write an item into row ``index`` of the arrays."""
     arrays["windows"][index] = item.window
     arrays["families"][index] = FAMILIES.index(item.family)
     arrays["counts"][index] = len(item.edits)
@@ -374,10 +375,10 @@ def fill_row(arrays: Arrays, index: int, item: Item) -> None:
 
 
 def _mean_target(split: Split, states: States) -> States:
-    """The mean of all states after edits of what is trained on: the second trivial baseline."""
+    """Return the mean of all states after edits in the training split: the second trivial baseline."""
     rows = split.arrays["rows"][:, 1:]
     counts = np.bincount(rows[rows >= 0], minlength=len(states)).astype(np.float64)
-    # Without a library of matrices, whose sums depend on its threads.
+    # Do not use a matrix library (``optimize=False``), because its sums depend on the number of threads.
     total = np.einsum("i,ij->j", counts, states.astype(np.float64), optimize=False)
     mean: States = (total / counts.sum()).astype(np.float32)
     return mean

@@ -83,8 +83,8 @@ class Preference(Pretrain):
         model, reference = build_model(), build_model()
         named = self._find_reference()
         if named is not None and any(one.is_meta for one in reference.parameters()):
-            # The sharding code creates these weights later, one by one. It catches this error and requests
-            # the full model.
+            # These weights are created later, one by one. The caller of ``build`` catches this error and
+            # builds the model with its weights instead.
             raise NotImplementedError
         begins_behind: int | None = None
         if named is not None:
