@@ -1,4 +1,4 @@
-"""Local nodes that can be disturbed."""
+"""Runs local nodes that can be disturbed."""
 
 import contextlib
 import os
@@ -12,26 +12,26 @@ from evergrad_trainer.node.local import LocalNodes
 
 
 class DisturbedNodes(LocalNodes):
-    """Nodes that may be frozen and thaw by themselves, leave and come back, or come as one more."""
+    """Local nodes that can be frozen for a time, can leave and return, or can join as an additional node."""
 
     def __init__(self, main: Callable[[int], int], num_nodes: int) -> None:
         super().__init__(main, num_nodes)
         self.away: set[int] = set()
-        """Were asked to leave and will be back."""
+        """Indices of nodes that were requested to leave."""
         self.frozen: dict[int, float] = {}
-        """Process id → when it thaws."""
+        """Process id → monotonic time at which the process continues."""
 
     def poll(self) -> None:
         now = time.monotonic()
         for pid in [pid for pid, until in self.frozen.items() if now >= until]:
             self._thaw(pid)
         super().poll()
-        # One that was killed before it could leave is replaced like any other that is lost.
+        # A node that was killed before it could leave is replaced like any other lost node.
         self.away = {
             index for index in self.away if (self.nodes[index].process.exitcode or 0) >= 0
         }
         if self.away.issuperset(self.ended):
-            # Left as they were asked to: they will be replaced like lost ones.
+            # These nodes left as requested; they are now replaced like lost nodes.
             for index in [
                 index for index, code in self.ended.items() if code != ExitCode.DONE
             ]:
@@ -45,7 +45,7 @@ class DisturbedNodes(LocalNodes):
         super().signal(number)
 
     def freeze(self, pids: list[int], *, seconds: float) -> None:
-        """Stop processes for so long."""
+        """Stop processes for ``seconds``."""
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
@@ -56,7 +56,7 @@ class DisturbedNodes(LocalNodes):
             self._thaw(pid)
 
     def alive(self) -> dict[int, int]:
-        """Process id by index of the nodes that run and are not on their way out."""
+        """Return the process ids, by index, of the nodes that run and were not requested to leave."""
         return {
             node.index: node.process.pid
             for node in self.nodes.values()
@@ -66,8 +66,10 @@ class DisturbedNodes(LocalNodes):
         }
 
     def workers(self, index: int) -> list[int]:
-        """Process ids of a node's workers: its children but for its own helpers, which are in its process
-        group."""
+        """Return the process ids of a node's workers.
+
+        These are its child processes, except its own helpers, which are in the node's process group.
+        """
         pid = self.nodes[index].process.pid or 0
         with contextlib.suppress(OSError):
             children = map(

@@ -1,4 +1,4 @@
-"""Whether a run has recovered from a disturbance, as its coordinator reports it."""
+"""Decides from the coordinator's status whether a run has recovered from a disturbance."""
 
 import time
 from typing import Any
@@ -8,13 +8,14 @@ from evergrad_chaos.tally import ChaosTally
 from evergrad_trainer.node.local import LocalCoordinator
 
 PATIENCE_SECONDS = 300.0
-"""A run that has not recovered by then hangs; it is not disturbed any more, so that one can look at it."""
+"""A run that has not recovered within this time hangs. It is not disturbed further, so that you can examine
+it."""
 _ENOUGH_STEPS = 3
-"""Different steps that have to be reported: the first may have been trained before the disturbance."""
+"""Number of different steps that must be reported; the first may have been trained before the disturbance."""
 
 
 class Recovery:
-    """Watches the run after each disturbance, and knows which nodes hold its newest state."""
+    """Watches the run after each disturbance, and records which nodes hold its newest state."""
 
     def __init__(
         self, coordinator: LocalCoordinator, nodes: DisturbedNodes, tally: ChaosTally
@@ -25,12 +26,12 @@ class Recovery:
         self._steps: set[int] = set()
         self.began = time.monotonic()
         self.needs_generation = 0
-        """Least generation that trains again; 0 where the group may be the same one."""
+        """Lowest generation that counts as recovered; 0 if the group may stay the same."""
         self.whole: set[int] = set()
-        """Process ids of nodes that hold the newest state, as far as is known."""
+        """Process ids of the nodes that held the newest state at the last recovery, without later victims."""
 
     def begin(self, now: float) -> None:
-        """The next disturbance happens now."""
+        """Begin to watch for the recovery from a disturbance at the time ``now``."""
         self.began, self._steps, self.needs_generation = now, set(), 0
         self.look()
 
@@ -40,15 +41,17 @@ class Recovery:
             self.needs_generation = self._tally.generation + 1
 
     def look(self) -> dict[str, Any] | None:
-        """The coordinator's status; None while it is away."""
+        """Return the coordinator's status, or None if the coordinator does not run or answer."""
         status = self._coordinator.fetch_status() if self._coordinator.is_running else None
         if status is not None:
             self._tally.note_status(status)
         return status
 
     def is_complete(self, status: dict[str, Any], *, awaits_all: bool) -> bool:
-        """Whether steps are reported again, and not only such as were done before the disturbance: a newer
-        generation's, or the third."""
+        """Return whether the run has reported steps that it trained after the disturbance.
+
+        It has if two different steps of a newer generation, or three different steps, were reported.
+        """
         if (
             status["phase"] != "Running"
             or status["generation"] < self.needs_generation
@@ -57,7 +60,7 @@ class Recovery:
             return False
         self._steps.add(int(status["step"]))
 
-        # Nodes that the coordinator takes for members, and that this process has not seen end.
+        # Count the nodes that the coordinator reports as running members and whose processes still run.
         alive = self._nodes.alive()
         running = [
             alive[int(one["node"])]

@@ -1,4 +1,4 @@
-"""The history of a disturbed run, and the line that sums it up."""
+"""Counts the events of a disturbed run, and describes them in one line."""
 
 import contextlib
 import json
@@ -9,27 +9,27 @@ from typing import Any
 
 @dataclass
 class ChaosTally:
-    """Counts of a disturbed run. Sums go over all processes the coordinator has had."""
+    """Counts of a disturbed run; the sums include all processes of the coordinator."""
 
     num_events: int = 0
     generation: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     lost_seconds: dict[str, float] = field(default_factory=dict)
     lost_before: dict[str, float] = field(default_factory=dict)
-    """Lost seconds of the coordinator's processes that are gone."""
+    """Lost seconds, by cause, that earlier processes of the coordinator reported."""
     longest_seconds: float = 0.0
 
     def note_status(self, status: dict[str, Any]) -> None:
-        """Take over what the living coordinator says."""
+        """Record the generation and the lost seconds of the running coordinator's status."""
         self.generation = max(self.generation, int(status["generation"]))
         self.lost_seconds = dict(status["lostSeconds"])
 
     def end_coordinator(self) -> None:
-        """The next one counts from zero."""
+        """Keep the lost seconds of the current coordinator, because its replacement counts from zero."""
         self.lost_before, self.lost_seconds = self.total_lost(), {}
 
     def total_lost(self) -> dict[str, float]:
-        """Seconds by cause."""
+        """Return the lost seconds by cause."""
         causes = sorted({*self.lost_before, *self.lost_seconds})
         return {
             cause: self.lost_before.get(cause, 0.0) + self.lost_seconds.get(cause, 0.0)
@@ -38,7 +38,7 @@ class ChaosTally:
 
 
 def describe_tally(tally: ChaosTally, *, repeated: int) -> str:
-    """The summary's line."""
+    """Return the summary of a disturbed run in one line."""
     kinds = ", ".join(
         f"{count} {kind.replace('_', ' ')}" for kind, count in sorted(tally.kinds.items())
     )
@@ -54,7 +54,7 @@ def describe_tally(tally: ChaosTally, *, repeated: int) -> str:
 
 
 def count_repeated(metrics: Path) -> int:
-    """Rows of a run's metrics whose step had been finished before."""
+    """Return the number of rows in a run's metrics file whose step had already been finished."""
     repeated, newest = 0, -1
     with contextlib.suppress(FileNotFoundError), metrics.open(encoding="utf-8") as lines:
         for line in lines:
