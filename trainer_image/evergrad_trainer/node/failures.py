@@ -1,4 +1,4 @@
-"""Reads the end of a worker process: by which signal, for want of memory, with which last words."""
+"""Describes why a worker process ended, and writes the cause for Kubernetes."""
 
 import contextlib
 import signal
@@ -17,7 +17,10 @@ _KINDS: dict[BreakCause, ErrorKind] = {
 
 
 def describe_end(exit_code: int, *, was_oom: bool) -> str:
-    """An exit code as multiprocessing tells it (negative: a signal), as words."""
+    """Describe an exit code of multiprocessing, in which a negative number is a signal.
+
+    For example, -9 returns ``was killed by SIGKILL``.
+    """
     if was_oom:
         return "was killed because the node ran out of memory"
     if exit_code < 0:
@@ -31,15 +34,17 @@ def describe_end(exit_code: int, *, was_oom: bool) -> str:
 
 
 def kind_of(broken: Broken) -> ErrorKind:
-    """The kind of trouble that broke a group."""
+    """Return the kind of error that broke a group."""
     return (
         ErrorKind.INPUT if broken.is_final else _KINDS.get(broken.cause, ErrorKind.INTERNAL)
     )
 
 
 def count_oom_kills(cgroup: Path = _CGROUP) -> int | None:
-    """Processes of this container the kernel has killed for want of memory so far; None where it does not
-    say."""
+    """Return how many processes of this container the kernel has killed because memory ran out.
+
+    Returns None if the control group does not report the number.
+    """
     for name in ("memory.events", "memory/memory.oom_control"):
         with contextlib.suppress(OSError, ValueError):
             for line in (cgroup / name).read_text("ascii").splitlines():
@@ -52,8 +57,11 @@ def count_oom_kills(cgroup: Path = _CGROUP) -> int | None:
 def write_termination_message(
     path: Path | None, kind: ErrorKind, text: str, trouble: str = ""
 ) -> None:
-    """Leave the root cause where Kubernetes looks for it; if it cannot, the node continues. ``trouble``:
-    one of causes.TROUBLES, of a volume."""
+    """Write the root cause to the termination log ``path`` that Kubernetes reads.
+
+    If the file cannot be written, the node continues. ``trouble`` is an item of ``causes.TROUBLES`` if a
+    volume is the reason, and empty otherwise.
+    """
     if path is not None and text:
         with contextlib.suppress(OSError):
             path.write_bytes(encode_termination(kind, text, trouble))
