@@ -53,7 +53,7 @@ class Version:
 
 
 def checkpoint_names(version: Version) -> Iterator[str]:
-    """Yield the names for a published checkpoint, in the order in which they are tried. The last is always free.
+    """Yield the names for a published checkpoint in the order to try them. The last is always free.
 
     For example, ``step-1200``, ``step-1200.g7`` and ``step-1200.g7.3``.
     """
