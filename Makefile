@@ -39,7 +39,7 @@ help: ## list the targets
 	@printf '\nVariables: PYTHON (the interpreter .venv is made from), TORCH_WHEELS (a folder with a CPU build of torch),\n'
 	@printf '           PYTEST (arguments for make test), JOBS (test files at a time), E2E (more for make test-e2e), RUN (for make run), TORCH (for make test-torch-matrix), GPU (for make gpu-check), BENCH (for make bench, bench-recovery, bench-cluster, bench-cluster-pods and bench-operator), UPGRADE=1 (make lock: newer releases too), RELEASE (for make release), VERSION (for make version)\n'
 
-install: $(INSTALLED) ## make .venv: the locked packages and the five of this repository, editable
+install: $(INSTALLED) ## make .venv: the locked packages, and the packages of this repository, editable
 
 $(INSTALLED): $(LOCKS) tools/requirements/locks.py $(PACKAGES)
 	$(call stage,install)
