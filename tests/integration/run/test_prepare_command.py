@@ -261,4 +261,5 @@ def test_ctrl_c_keeps_what_is_finished_and_leaves_no_process(manifest: Path) -> 
     )
     assert "Traceback" not in errors
     assert not any(map(is_alive, helpers))
-    assert run(manifest, "--prepared-directory", manifest.parent / "prepared") == 0
+    resumed = [sys.executable, "-c", SCRIPT, *arguments[3:]]
+    assert subprocess.run(resumed, check=False, timeout=PATIENCE).returncode == 0

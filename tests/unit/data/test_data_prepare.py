@@ -12,7 +12,7 @@ import pytest
 
 from evergrad_manifest.training import Training
 from evergrad_trainer.base.errors import DataError
-from evergrad_trainer.data.preparation import chunk
+from evergrad_trainer.data.preparation import chunk, sources
 from evergrad_trainer.data.preparation.disk_errors import disk_problem
 from evergrad_trainer.data.preparation.files import SCANS
 from evergrad_trainer.data.prepare import PrepareProgress, check_published, check_unchanged
@@ -670,6 +670,34 @@ def test_a_finished_chunk_whose_file_was_cut_short_is_made_again(
     damaged.write_bytes(b"")
     (attempt / "chunks" / "tokenize-00002.json").write_text('{"torn')
     assert texts_of(prepared_in(training()).sources[0].train) == topics
+
+
+def test_chunks_of_a_version_with_other_boundaries_are_not_reused(
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    documents(tmp_path / "docs.jsonl", topics)
+    real = os.rename
+
+    def fail(self: Path, target: Path) -> Path:
+        if self.name == "data":
+            raise OSError(errno.EIO, "Input/output error", str(self))
+        real(self, target)
+        return Path(target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        assert "Input/output error" in message_of(prepared_in, training())
+    (attempt,) = (tmp_path / "prepared").glob(".tmp-*")
+    finished = len(list((attempt / "chunks").glob("tokenize-*.json")))
+    assert finished > 1
+    monkeypatch.setattr(sources, "SMALLEST_CHUNK", 2 * sources.SMALLEST_CHUNK)
+    assert texts_of(prepared_in(training()).sources[0].train) == topics
+    assert not list((tmp_path / "prepared").glob(".tmp-*"))
 
 
 @pytest.mark.parametrize(

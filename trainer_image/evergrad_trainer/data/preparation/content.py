@@ -104,6 +104,17 @@ class Content:
             found.append(Chunk(len(found), tuple(pieces)))
         return tuple(found)
 
+    @cached_property
+    def boundaries_hash(self) -> str:
+        """Hash of the boundaries of the chunks. It does not depend on the names or paths of the files."""
+        numbers = {path: number for number, (path, _) in enumerate(self.files)}
+        pieces = [
+            [chunk.number, numbers[piece.path], piece.start, piece.end]
+            for chunk in self.chunks
+            for piece in chunk.pieces
+        ]
+        return xxhash.xxh3_64_hexdigest(json.dumps(pieces).encode())
+
     def place(self, line: int) -> tuple[Path, int]:
         """Return the file and the line in this file for a line number (from 1) in the whole source."""
         ends = list(accumulate(scan.lines for _, scan in self.files))

@@ -170,8 +170,12 @@ class SourcePreparation:
 
     @property
     def attempt(self) -> Attempt:
-        """The directory of the work in progress, which is the same after an interruption."""
-        return Attempt(self.root / f".tmp-{self.fingerprint}")
+        """The directory of the work in progress, which is the same after an interruption.
+
+        Its name also depends on the boundaries of the chunks, because a finished chunk can only be reused by
+        a version of Evergrad that divides the content in the same way.
+        """
+        return Attempt(self.root / f".tmp-{self.fingerprint}-{self.content.boundaries_hash}")
 
     @property
     def dtype(self) -> Dtype:
@@ -199,7 +203,9 @@ def publish(
                 preparation, pool=pool, report=report, is_alone=is_alone
             )
         # Remove the attempt under the lock, because another process may start an attempt of the same name.
-        shutil.rmtree(preparation.attempt.directory, ignore_errors=True)
+        # An attempt of another version, which had other chunks, is of no use anymore either.
+        for attempt in preparation.root.glob(f".tmp-{preparation.fingerprint}*"):
+            shutil.rmtree(attempt, ignore_errors=True)
     return published
 
 
