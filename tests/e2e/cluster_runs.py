@@ -197,6 +197,27 @@ def wait_for(
     raise AssertionError(f"{what}: not within {seconds:g} s (last answer: {answer!r})")
 
 
+def read_patiently(api: Any, path: str) -> Any:
+    """GET a path. If the API server is not available, retry.
+
+    After a restart of etcd, /readyz may report ok before every request is answered: the server answers 429
+    or 5xx until its watch caches are filled again.
+    """
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return api.get(path)
+        except (ApiError, OSError) as error:
+            is_final = isinstance(error, ApiError) and not _is_temporary(error)
+            if is_final or time.monotonic() > until:
+                raise
+            time.sleep(0.5)
+
+
+def _is_temporary(error: ApiError) -> bool:
+    return error.status == 429 or error.status >= 500
+
+
 @dataclass
 class Runs:
     """Manages the TrainingRuns of one namespace."""
@@ -374,15 +395,7 @@ class Runs:
         )
 
     def _read(self, path: str) -> Any:
-        """GET a path. If the API server is not available, retry."""
-        until = time.monotonic() + PATIENCE
-        while True:
-            try:
-                return self.cluster.api.get(path)
-            except OSError:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.5)
+        return read_patiently(self.cluster.api, path)
 
 
 RESTRICTED: dict[str, Any] = {

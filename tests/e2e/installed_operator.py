@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from cluster_runs import wait_for
+from cluster_runs import read_patiently, wait_for
 from operator_watch import count_restarts
 from patience import PATIENCE
 
@@ -108,8 +108,9 @@ class Operator:
 
     def pods(self) -> list[dict[str, Any]]:
         """Return all pods of the operator."""
-        found: list[dict[str, Any]] = self.cluster.api.get(
-            f"/api/v1/namespaces/{self.namespace}/pods?labelSelector={quote(SELECTOR)}"
+        found: list[dict[str, Any]] = read_patiently(
+            self.cluster.api,
+            f"/api/v1/namespaces/{self.namespace}/pods?labelSelector={quote(SELECTOR)}",
         )["items"]
         return found
 
