@@ -1,5 +1,5 @@
-"""Buffers of trained modules that a forward pass changes, such as the statistics of a BatchNorm: each worker
-would have its own."""
+"""Detects trained modules whose buffers change in a forward pass, such as the statistics of a BatchNorm: the
+workers would have different buffers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,9 +17,10 @@ _MOST_NAMED: Final = 4
 
 
 class BufferWatch:
-    """Refuses trained modules whose saved buffers a forward pass changes, where several workers train.
+    """Refuses trained modules whose saved buffers change in a forward pass, unless only one worker trains.
 
-    A single worker is let through: it changes them in the same way whenever it trains the same samples.
+    A single worker needs no check: it changes the buffers in the same way each time it trains the same
+    samples.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class BufferWatch:
 
     @contextmanager
     def watching(self, stage: Stage, *, num_workers: int) -> Iterator[None]:
-        """Around the forward pass of a micro-batch: raises TaskInputError or TaskError if it changes buffers.
+        """Use as a context around the forward pass of a micro-batch.
 
-        Looks at the first one of each stage, since stages compute their own losses.
+        Checks only the first micro-batch of each stage, because each stage computes its own loss. Raises
+        TaskInputError or TaskError if the pass changes buffers.
         """
         is_shared = self._may_share or num_workers > 1
         if not is_shared or any(one is stage for one in self._seen):
@@ -54,7 +56,8 @@ class BufferWatch:
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """Around a forward pass that is no part of the training: leaves buffers as they were."""
+        """Use as a context around a forward pass that is not part of the training: it restores the
+        buffers."""
         before = self._copy()
         yield
         now = self._buffers()
@@ -78,7 +81,7 @@ class BufferWatch:
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both have the same values; none differs from itself here, as those that are no number do."""
+    """Return whether both have the same values; NaN counts as equal to NaN, unlike in a plain comparison."""
     if one.is_floating_point() and one.shape == other.shape:
         return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
     return torch.equal(one, other)

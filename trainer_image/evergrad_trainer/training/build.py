@@ -1,4 +1,4 @@
-"""From configuration to components: all the wiring of one training process."""
+"""Builds the components of a training process from its configuration: all the wiring is here."""
 
 import contextlib
 import functools
@@ -69,53 +69,53 @@ from evergrad_trainer.training.task_adapter import GuardedStream, build_loss, bu
 class Machinery:
     """The parts that hold tensors, before a checkpoint is loaded into them, and the registry of the state.
 
-    ``model``: all that is trained, as one module.
+    ``model``: one module that contains all trained modules.
     """
 
     opened: Opened
     modules: Modules
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
-    """None where the state is only to be evaluated."""
+    """None if the state is only evaluated, not trained."""
     loss_of: LossOf
     is_sharded: bool
     shards: int
-    """How many ranks hold one copy of the state together."""
+    """How many ranks together hold one copy of the state."""
     autocast: Callable[[], AbstractContextManager[object]]
     registry: Registry
     frozen: Mapping[str, str]
-    """Hashes of the frozen modules and of the weights beside adapters as they were built, the same on every
-    rank."""
+    """Hash of each frozen module, and of the base weights of adapters, as built. The same on every rank."""
     held_frozen: Mapping[str, str]
-    """The same of what this rank holds of them."""
+    """The same hashes, but of the parts that this rank holds."""
     cut_frozen: Sequence[nn.Module]
-    """The frozen modules of which it holds a part."""
+    """The frozen modules of which this rank holds only a part."""
     snapshots: Snapshots
-    """The frozen modules that the run makes of trained ones."""
+    """The frozen modules that the run copies from trained modules."""
     average: Average | None
-    """Average of the trained weights, where the file asks for one."""
+    """Average of the trained weights; None unless the file requests it."""
     loss_scale: LossScale | None
-    """Loss scale of a training with products in fp16."""
+    """Loss scale; None unless the training computes products in fp16."""
     kernels: Mapping[str, str]
-    """Facts on what computes here, for the run's provenance: device, matrix products, attention."""
+    """How this process computes, for the run's provenance: device, matrix products, attention."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The live tensors a checkpoint holds."""
+        """Return the live tensors that a checkpoint contains."""
         return self.registry.tensors()
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        """This rank's part of them."""
+        """Return this rank's parts of these tensors."""
         return {
             name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
             for name, tensor in self.state().items()
         }
 
     def cut(self) -> tuple[nn.Module, ...]:
-        """The modules of which this rank holds a part."""
+        """Return the modules of which this rank holds only a part."""
         return (self.model, *self.cut_frozen) if self.is_sharded else ()
 
     def replicated(self) -> list[str]:
-        """Names of the state's tensors that every rank holds, although others are cut."""
+        """Return the names of the state's tensors that every rank holds whole, although other tensors are
+        sharded."""
         if not self.is_sharded:
             return []
         return [
@@ -132,11 +132,14 @@ def build_machinery(
     with_weights: bool,
     is_trained: bool = True,
 ) -> Machinery:
-    """Modules, optimizer and loss on ``world.device``; ``with_weights=False`` when a checkpoint follows,
-    ``is_trained=False`` without an optimizer, whose state takes twice the memory of the weights."""
+    """Build modules, optimizer and loss on ``world.device``.
+
+    ``with_weights=False``: a checkpoint is loaded afterwards, so initial weights are not needed.
+    ``is_trained=False``: build no optimizer, whose state needs twice the memory of the weights.
+    """
     runtime, device = training.runtime, world.device
     choose_determinism(training.reproducibility, device)
-    # Before anything is computed or compiled: graphs are made for the kernels that are switched on.
+    # Do this before anything is computed or compiled, because a graph uses the kernels that are selected now.
     shape = attention_shape(plan, precision=runtime.precision)
     is_eager = plan.config is not None and plan.attention == "eager"
     kernels = choose_kernels(device, runtime, shape=shape, is_eager=is_eager)
@@ -146,16 +149,16 @@ def build_machinery(
         training, opened, plan, with_weights=with_weights, is_deferred=is_sharded
     )
     if (mode := runtime.activation_checkpointing) != "none":
-        # Before compilation, so that what is computed again is a part of the graphs.
+        # Do this before compilation, so that the graphs include the recomputation.
         recompute(find_blocks(modules), is_selective=mode == "selective")
     is_compiled = should_compile(runtime, device)
-    # The same graphs in worlds of every size, so that exact mode gives the same bits in each; before
-    # sharding, so that FSDP2's gathers stay outside of them.
+    # Worlds of all sizes use the same graphs, so that exact mode gives the same bits in each. Compile before
+    # sharding, so that FSDP2's gathers are outside the graphs.
     has_blocks = is_compiled and _compile_blocks(modules)
     if mode == "offload":
         offload_inputs(find_blocks(modules))
 
-    # Collective with several copies of the state, where it is cut.
+    # Collective if a sharded state has several copies.
     cut_frozen, whole_hashes = _cut(modules, runtime, world if is_sharded else None)
     _move_to(device, modules, deferred, whole_hashes)
 
@@ -187,10 +190,10 @@ def build_machinery(
 
 
 def _compile_blocks(modules: Modules) -> bool:
-    """Compile the repeated blocks in place; whether the trained modules have any."""
+    """Compile the repeated blocks in place; return whether the trained modules have any."""
     has_blocks = compile_blocks(modules.root(), trained_blocks(modules))
     if has_blocks:
-        # They compute as often as what they are compared with.
+        # These modules are called as often as the trained modules that they are compared with.
         for name in dict.fromkeys((*modules.snapshots, *modules.counterparts)):
             compile_blocks(modules.frozen[name])
     return has_blocks
@@ -199,21 +202,21 @@ def _compile_blocks(modules: Modules) -> bool:
 def _cut(
     modules: Modules, runtime: Runtime, world: World | None
 ) -> tuple[dict[str, nn.Module], WholeHashes]:
-    """Leave each rank of ``world`` a part of what can be cut; without a world nothing is.
+    """Shard the modules over ``world``; without a world, nothing is sharded.
 
-    Returns the frozen modules among it, and what hashes those while they are whole.
+    Returns the sharded frozen modules, and the object that hashes them while they are whole.
     """
     cuts = plan_cuts(modules) if world is not None else {}
     cut_frozen = {
         name: one for name, one in modules.frozen.items() if f"frozen.{name}" in cuts
     }
-    # Built modules alone: a snapshot is hashed when it is taken.
+    # Only modules that the task built: a snapshot is hashed when it is taken.
     bases = find_bases(modules) if world is not None else {}
     whole_hashes = WholeHashes(cut_frozen, bases, without=modules.snapshots)
     if world is not None:
         seconds = float(runtime.collective_timeout_seconds)
         sharding = Sharding(runtime.precision, runtime.shards, seconds)
-        # Collective with several copies: every rank makes the groups of all of them.
+        # Collective with several copies: every rank creates the process groups of all copies.
         shard(list(cuts.values()), world, sharding)
     return cut_frozen, whole_hashes
 
@@ -225,16 +228,16 @@ def _move_to(
     whole_hashes: WholeHashes,
 ) -> None:
     for one in deferred:
-        # No process holds a sharded model whole, not even at the start.
+        # No process ever holds a whole sharded model, not even at the start.
         one.materialise(device, on_whole=whole_hashes.add)
     for name, module in (*modules.trained.items(), *modules.frozen.items()):
         try:
             module.to(device)
         except Exception as error:
-            # torch names neither in most of its errors.
+            # Most torch errors name neither the module nor the device.
             error.add_note(f"while the module {name} was moved to {device}")
             raise
-    # Detached: a parameter that the task keeps is no parameter of anything.
+    # Detach: a tensor that the task keeps must not remain a parameter of a module.
     modules.kept = {name: one.detach().to(device) for name, one in modules.kept.items()}
 
 
@@ -246,9 +249,9 @@ def _register(
     loss_scale: LossScale | None,
     build_again: Callable[[], tuple[Modules, list[DeferredModel]]],
 ) -> Registry:
-    """All tensors of the run's state: each trained module by its name, the optimizer's, and what is kept.
+    """Register all tensors of the run's state: trained modules by name, the optimizer, and the kept tensors.
 
-    ``build_again``: a function of the seed, so that every process gets the same values.
+    ``build_again`` depends only on the seed, so that every process gets the same values.
     """
 
     def initial_of(name: str) -> Mapping[str, torch.Tensor]:
@@ -280,17 +283,17 @@ def _build_modules(
     with_weights: bool = True,
     is_deferred: bool = False,
 ) -> tuple[Modules, list[DeferredModel]]:
-    """The task's modules on the CPU, ready for the first stage: a function of the seed alone.
+    """Build the task's modules on the CPU, prepared for the first stage. The result depends only on the seed.
 
-    ``is_deferred``: models of the file have no memory for their weights yet, where nothing of the task reads
-    them.
+    ``is_deferred``: the models that the file describes get no memory for their weights yet, unless the task
+    reads the weights.
     """
     seed, precision = training.reproducibility.seed, training.runtime.precision
 
     def build_all(build_one: Callable[[], nn.Module]) -> Modules:
         def build() -> nn.Module:
             model = build_one()
-            # Modules that are made after this one get the same values whether or not its weights were
+            # Modules that are built after this model get the same values whether or not its weights were
             # initialised.
             seed_generators(seed, 0, 1, Purpose.INITIAL_WEIGHTS)
             return model
@@ -318,14 +321,14 @@ def _build_modules(
             made.append(one)
             return one.model
 
-        # A task that reads weights, or changes them, cannot do so before they are there.
+        # A task that reads or changes weights fails here, because the weights do not exist yet.
         with contextlib.suppress(NotImplementedError, RuntimeError):
             with reads:
                 modules = build_all(defer)
             used = choose_deferred(made, modules, with_weights=with_weights)
             if used is not None:
                 return modules, used
-    # The whole model on every rank, once.
+    # Build the whole model once on every rank.
     with opened.code.guarding("build and enter"):
         build_one = functools.partial(build_model, plan, seed=seed, precision=precision)
         return _build_whole(build_all, build_one, with_weights=with_weights), []
@@ -337,7 +340,7 @@ def _build_whole(
     *,
     with_weights: bool,
 ) -> Modules:
-    """The modules, of which ``build_one`` makes those that the file describes."""
+    """Build the task's modules; ``build_one`` builds the models that the file describes."""
     num_made = 0
 
     def make() -> nn.Module:
@@ -348,8 +351,9 @@ def _build_whole(
     modules = build_all(make)
     needs_initial = modules.frozen.keys() - modules.snapshots.keys()
     if needs_initial and not with_weights and num_made > 0:
-        # A copy of the model that stays frozen is in no checkpoint: it needs the initial weights. The first
-        # set goes before; modules refer to each other, and so are not freed by themselves.
+        # A frozen copy of the model is in no checkpoint, so it needs the initial weights. Free the first set
+        # of modules before the second is built; modules refer to each other, so that only the collector frees
+        # them.
         del modules
         gc.collect()
         modules = build_all(build_one)
@@ -357,10 +361,10 @@ def _build_whole(
 
 
 def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[int], None]:
-    """Build what compares the replicas' states after a step."""
+    """Build the function that compares the replicas' states after a step."""
 
     def compare(step: int) -> None:
-        # Collective: one number of each rank, where there is more than one replica.
+        # Collective if there is more than one replica: each rank contributes one number.
         compare_states(
             machinery.own_state(),
             membership.world,
@@ -368,7 +372,7 @@ def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[
             shards=machinery.shards,
             replicated=machinery.replicated(),
         )
-        # Collective: one number of each rank, where there are frozen modules.
+        # Collective if there are frozen modules: each rank contributes one number.
         compare_frozen(
             machinery.modules,
             {**machinery.held_frozen, **machinery.snapshots.own_parts},
@@ -387,9 +391,9 @@ def build_stepper(
     total_steps: int,
     may_share: bool = False,
 ) -> Stepper:
-    """Build what runs one step. Raises ValueError for what was built without an optimizer.
+    """Build the object that runs one step. Raises ValueError if ``machinery`` was built without an optimizer.
 
-    ``may_share``: several workers may train together, if not from the start.
+    ``may_share``: several workers may train together later, even if only one trains at the start.
     """
     if machinery.optimizer is None:
         raise ValueError("there is no optimizer: this was built to be evaluated")
@@ -409,7 +413,7 @@ def build_stepper(
         optimizer=machinery.optimizer,
         gradients=gradients,
         stream=stream,
-        # Only from pinned memory does a copy to an accelerator run concurrently with the computation.
+        # A copy to an accelerator overlaps with the computation only if it reads from pinned memory.
         prefetcher=Prefetcher(
             GuardedStream(stream, machinery.opened.code),
             prepare=pin if device.type == "cuda" else None,
@@ -446,8 +450,10 @@ def build_stepper(
 def build_evaluations(
     machinery: Machinery, *, code: str, is_averaged: bool
 ) -> EvaluationRunner:
-    """Build what evaluates between two steps. ``code``: hash of the task's own files. ``is_averaged``: with
-    the average in the place of the weights."""
+    """Build the object that evaluates between two steps.
+
+    ``code``: hash of the task's own files. ``is_averaged``: evaluate the average instead of the weights.
+    """
     average = machinery.average if is_averaged else None
     return EvaluationRunner(
         model=machinery.model,
@@ -462,9 +468,9 @@ def build_evaluations(
 
 
 def threads_per_worker(training: Training, *, cores: int, num_workers: int) -> int:
-    """CPU threads of each worker.
+    """Return the number of CPU threads of each worker.
 
-    Exact mode needs the same number in every world: it changes the order of sums in kernels.
+    Exact mode needs the same number in every world, because the number changes the order of sums in kernels.
     """
     if training.runtime.threads is not None:
         return training.runtime.threads

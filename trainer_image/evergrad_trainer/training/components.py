@@ -1,4 +1,4 @@
-"""Everything the training loop uses: when things happen, the components, and what observers get of them."""
+"""The components of the training loop, the limits that control it, and the records that observers receive."""
 
 import math
 import time
@@ -25,11 +25,14 @@ from evergrad_trainer.training.task_adapter import Finish
 
 @dataclass(frozen=True)
 class Rhythm:
-    """Due after each step with which a count reaches or passes another multiple of ``every``."""
+    """Due after each step with which a count reaches or passes another multiple of ``every``.
+
+    For example, with ``every=100`` and ``per_step=30``, it is due after step 4, when the count reaches 120.
+    """
 
     every: int
     per_step: int = 1
-    """The amount that each step adds to that count: 1 where steps are counted."""
+    """The amount that each step adds to the count: 1 to count steps."""
 
     def is_due(self, step: int) -> bool:
         return step * self.per_step // self.every > (step - 1) * self.per_step // self.every
@@ -37,24 +40,25 @@ class Rhythm:
 
 @dataclass(frozen=True)
 class LoopLimits:
-    """When things happen, in finished steps. ``stop_after_steps`` counts the steps of this process.
+    """When the loop saves, evaluates and stops, in finished steps.
 
-    ``non_finite_in_a_row``: how many steps that are not finite are skipped before the run stops.
-    ``skip_steps``: these make no update. Both may differ between processes that began before and after an
-    edit; :func:`agree_limits` makes them the same. ``anchors``: steps whose checkpoints later steps need.
+    ``stop_after_steps`` counts the steps of this process. ``anchors``: steps whose checkpoints later steps
+    need. ``non_finite_in_a_row``: how many non-finite steps in a row are skipped before the run stops.
+    ``skip_steps``: these steps make no update. The last two may differ between processes that started before
+    and after an edit of the file; :func:`agree_limits` makes them equal.
     """
 
     total_steps: int
     save_every: Rhythm | None
-    """None: by the clock of rank 0."""
+    """None: the clock of rank 0 decides."""
     evaluate_every: int | None
-    """Cadence of all sets that have none of their own."""
+    """Cadence of all sets that have no cadence of their own."""
     evaluate_sets_every: Mapping[str, int] = field(default_factory=dict)
-    """Cadences of their own, by set."""
+    """Cadences of single sets, by name of the set."""
     keep_every: Rhythm | None = None
-    """Cadence of checkpoints that are saved besides and never removed."""
+    """Cadence of additional checkpoints that are never removed."""
     save_seconds: int | None = None
-    """Longest time between two saves, by the clock of rank 0."""
+    """Longest time between two saves, in seconds by the clock of rank 0."""
     compare_every: int | None = None
     evaluate_at_start: bool = False
     saves_before_evaluation: bool = False
@@ -67,18 +71,20 @@ class LoopLimits:
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """Which evaluation metric decides about the best checkpoint."""
+    """The evaluation metric that selects the best checkpoint."""
 
     metric: str
     mode: str
 
     def is_better(self, value: float | None, than: Mapping[str, Any] | None) -> bool:
-        """Whether a value of the metric is better than a recorded one; any number is, where that is not there
-        or of another metric."""
+        """Return whether a value of the metric is better than a recorded one.
+
+        Any finite value is better if no value, or a value of another metric or mode, was recorded.
+        """
         if value is None or not math.isfinite(value):
             return False
-        # After an edit of the file: values of two metrics say nothing of one another. Older versions wrote
-        # no mode.
+        # The metric may have changed in an edit of the file; values of two metrics cannot be compared. Older
+        # versions recorded no mode.
         alike = (self.metric, self.mode)
         if than is None or (than["metric"], than.get("mode", self.mode)) != alike:
             return True
@@ -87,10 +93,10 @@ class BestCheckpoint:
 
 @dataclass
 class TrainingComponents:
-    """Everything the loop uses; put together in ``worker.opening``.
+    """Everything the loop uses, assembled in ``worker.opening``.
 
-    ``observers`` may be replaced between two worlds; ``lasting``, the task's own, are among them on every
-    rank.
+    ``observers`` may be replaced between two worlds. ``lasting``: the task's own observers, which are among
+    ``observers`` on every rank.
     """
 
     limits: LoopLimits
@@ -101,14 +107,14 @@ class TrainingComponents:
     state: Registry
     evaluator: EvaluationRunner
     evaluation_sets: tuple[EvaluationSet, ...]
-    """Those that the run evaluates itself."""
+    """The sets that the run evaluates itself."""
     best: BestCheckpoint | None
     observers: Observer
     directory: RunDirectory
     tokens_per_step: int
     is_signalled: Callable[[], bool]
     compare: Callable[[int], None]
-    """Raises DivergedError on all ranks where their states after that step are not the same."""
+    """Raises DivergedError on all ranks if their states after that step differ."""
     on_first_step: Callable[[], None]
     finish_state: Finish
     snapshots: Snapshots
@@ -118,13 +124,14 @@ class TrainingComponents:
     saved_at: float = field(default_factory=time.monotonic)
     """When this process began its newest save, by ``clock``."""
     is_comparing: bool = False
-    """Whether replicas are compared in this world, as its ranks have agreed."""
+    """Whether replicas are compared in this world; all ranks have agreed on it."""
 
 
 def build_record(
     run: TrainingComponents, outcome: StepOutcome, *, total: float
 ) -> StepRecord:
-    """The step's row. ``total``: wall seconds from the beginning of the step, as this rank measured them."""
+    """Return the record of a step. ``total``: seconds from the start of the step, as this rank measured
+    them."""
     world = run.membership.world
     seconds = outcome.seconds
     unclaimed = total - sum(seconds.values())
@@ -153,8 +160,8 @@ def build_record(
 
 
 def perplexity_of(loss: float) -> float:
-    """The perplexity of a loss in nats."""
-    # Beyond this e**loss is no float any more.
+    """Return the perplexity of a loss in nats."""
+    # exp of a larger loss overflows a float.
     largest = 700.0
     return math.exp(min(loss, largest))
 
@@ -162,7 +169,7 @@ def perplexity_of(loss: float) -> float:
 def build_evaluation_record(
     run: TrainingComponents, name: str, result: EvaluationResult
 ) -> EvaluationRecord:
-    """The row of one evaluation set."""
+    """Return the record of the evaluation of one set."""
     return EvaluationRecord(
         step=run.progress.finished_steps,
         generation=run.membership.world.generation,
@@ -177,7 +184,7 @@ def build_evaluation_record(
 
 
 def emit(run: TrainingComponents, type_: str, **fields: Any) -> None:
-    """Give the observers an event at the newest finished step."""
+    """Send the observers an event at the newest finished step."""
     event = Event(
         type=type_,
         time=time.time(),

@@ -1,4 +1,4 @@
-"""Means over a fixed set of samples, shared by all ranks, the same bits in every world."""
+"""Computes means over a fixed set of samples, shared by all ranks, with the same bits in every world."""
 
 import hashlib
 import json
@@ -21,16 +21,16 @@ from evergrad_trainer.task import Loss, Tensors
 from evergrad_trainer.training.evaluation_counts import EvaluationCounts
 
 _ROUNDS_BETWEEN_EXCHANGES = 4
-"""Batches of each rank between two exchanges of what was measured: at most so many are measured again where a
-world ends."""
+"""Batches that each rank measures between two exchanges: a world that ends loses at most this many, and they
+are measured again."""
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """``loss`` a unit of weight over the whole set, and ``metrics``, the means of its parts.
+    """``loss``: mean per unit of weight over the whole set. ``metrics``: the means of its parts.
 
-    ``weight``: what all of it weighs. ``seconds``: of the try that has ended it alone, since a process can
-    account for its own time only.
+    ``weight``: total weight of the set. ``seconds``: duration of the attempt that completed the evaluation;
+    earlier attempts are not included, because a process accounts only for its own time.
     """
 
     loss: float
@@ -41,11 +41,11 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class Measure:
-    """The measurement of a set.
+    """How a set is measured.
 
-    ``names``: those of the parts that ``loss_of`` gives, in the order in which they travel. ``summarize``:
-    makes the metrics of their means in a stage. ``is_own``: it is not the loss of a step, and may call the
-    model often.
+    ``names``: parts that ``loss_of`` returns, in the order in which they are exchanged. ``summarize``:
+    computes the metrics of a stage from the means of the parts. ``is_own``: the task measures something other
+    than the loss of a step, and may call the model often.
     """
 
     loss_of: Callable[[Tensors, Stage], Loss]
@@ -56,17 +56,17 @@ class Measure:
     is_own: bool = False
 
     def within(self, stage: Stage) -> "Measure":
-        """The measurement in ``stage``, which may be without some of the parts."""
+        """Return the measurement for ``stage``, which may lack some of the parts."""
         names = tuple(name for name in self.names if name not in stage.without)
         return replace(self, names=names)
 
 
 @dataclass(frozen=True)
 class EvaluationRunner:
-    """Evaluates sets with the model as it is now. Draws no random numbers and moves no cursor.
+    """Evaluates sets with the current model. Draws no random numbers and moves no data position.
 
-    ``measures``: what is measured on each set, by its name. ``reading``: around each read of a source, to
-    name errors of a task's own.
+    ``measures``: how each set is measured, by name of the set. ``reading``: context around each read of a
+    source; it adds the place in the task's code to errors.
     """
 
     model: nn.Module
@@ -75,16 +75,16 @@ class EvaluationRunner:
     autocast: Callable[[], AbstractContextManager[object]]
     reading: Callable[[], AbstractContextManager[object]] = nullcontext
     frozen: Sequence[nn.Module] = ()
-    """Modules that are cut besides the model, and used by measures."""
+    """Modules that are sharded like the model, and that measures use."""
     code: str = ""
-    """Hash of the task's own files: what another version of them has measured is not gone on with."""
+    """Hash of the task's own files. A measurement by another version of the files is not continued."""
     averaging: Callable[[], AbstractContextManager[object]] | None = None
-    """Puts an average in the place of the weights; None: the weights themselves are evaluated."""
+    """Context that replaces the weights with their average; None: evaluate the weights themselves."""
 
     def key(self, evaluation_set: EvaluationSet) -> str:
-        """The measurement and its set: tallies of one key can be added up, and others cannot."""
+        """Return the identity of the measurement and its set: only tallies with equal keys may be added."""
         names = self.measures[evaluation_set.name].names
-        # Written at the end and only where it is one: tallies of earlier versions have their keys.
+        # Append this only for an average, so that tallies of earlier versions keep their keys.
         weights = [] if self.averaging is None else ["average"]
         text = json.dumps([evaluation_set.fingerprint, list(names), self.code, *weights])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -92,8 +92,8 @@ class EvaluationRunner:
     def open_tally(
         self, evaluation_set: EvaluationSet, values: Mapping[str, Any], *, stage: Stage
     ) -> EvaluationCounts:
-        """The tally at which an evaluation of this set in ``stage`` was cut; an empty one if it was of
-        anything else."""
+        """Return the tally that an interrupted evaluation of this set in ``stage`` left, or an empty tally if
+        ``values`` are of another measurement."""
         names = self.measures[evaluation_set.name].within(stage).names
         return EvaluationCounts.from_json(values, key=self.key(evaluation_set), names=names)
 
@@ -107,14 +107,14 @@ class EvaluationRunner:
         is_stopping: Callable[[], bool],
         on_progress: Callable[[int, int], None],
     ) -> EvaluationResult | None:
-        """Evaluate what ``tally`` lacks of one set.
+        """Evaluate the batches of one set that ``tally`` does not contain yet.
 
-        Returns None, on all ranks, when any rank is stopping: ``tally`` then holds what was measured. Where
-        the world ends in between, it holds what this rank knows that all have measured. Raises HostError
-        where this rank's set is not that of the others.
+        Returns None on all ranks if any rank is stopping; ``tally`` then contains what was measured. If the
+        world ends meanwhile, ``tally`` contains the batches that this rank knows to be measured on all ranks.
+        Raises HostError if this rank's set differs from the set of the other ranks.
         """
-        # Collective: once a set. With other tallies or batches the ranks' sums would be of parts of several
-        # sets, and those with fewer batches would leave the others in an exchange.
+        # Collective, once per set. With different tallies or batches, the sums would mix parts of several
+        # sets, and ranks with fewer batches would leave the others waiting in an exchange.
         rows = world.gather_json([tally.key, tally.done])
         if world.rank in find_suspects([rows.index(row) for row in rows]):
             raise HostError(
@@ -141,7 +141,7 @@ class EvaluationRunner:
         finally:
             self.model.train(was_training)
             if self.is_sharded:
-                # FSDP2 leaves modules gathered for a backward pass, which does not come.
+                # FSDP2 leaves modules gathered for a backward pass, but an evaluation has none.
                 reshard(self.model, *self.frozen)
         if not is_whole:
             return None
@@ -157,9 +157,10 @@ class EvaluationRunner:
 
     @contextmanager
     def _looking(self, world: World) -> Iterator[None]:
-        """Look at each call of the model whether the group still is."""
-        # A micro-batch of generation takes a hundred calls: a peer that is lost meanwhile would be noticed
-        # behind all of them, and a worker that does not answer for so long is killed.
+        """Check, before each call of the model, that the group still exists."""
+        # A micro-batch of generation calls the model about a hundred times. Without this check, a lost peer
+        # would be noticed only after all of them, and the supervisor kills a worker that does not respond for
+        # so long.
         is_several = isinstance(self.model, nn.ModuleDict)
         modules = [*self.model.children()] if is_several else [self.model]
         handles = [
@@ -182,12 +183,14 @@ class EvaluationRunner:
         is_stopping: Callable[[], bool],
         on_progress: Callable[[int, int], None],
     ) -> bool:
-        """Add the batches that ``tally`` lacks, some rounds at a time; whether all of them are in it."""
+        """Measure the missing batches, some rounds at a time. Return whether ``tally`` now contains all of
+        them."""
         measure = self.measures[evaluation_set.name].within(stage)
         num_batches = evaluation_set.num_batches
-        # A measure of the task's own may take long for one batch.
+        # One batch may take long if the task measures it itself.
         rounds = 1 if measure.is_own else _ROUNDS_BETWEEN_EXCHANGES
-        # Collective: no rank continues if one is asked to stop, since it would wait for that one in the end.
+        # Collective: if one rank is asked to stop, none continues, because the others would wait for it at
+        # the end.
         if tally.done < num_batches and not world.all_agree(not is_stopping()):
             return False
 
@@ -207,13 +210,14 @@ class EvaluationRunner:
                     )
                     weight += batch.weight
                 elif self.is_sharded:
-                    # Collectives of FSDP2: one without a batch of its own runs one that does not count.
+                    # Collectives of FSDP2: a rank without a batch measures batch 0, and the result is not
+                    # counted.
                     batch = evaluation_set.batch(0)
                     self._measure(measure, batch, stage, world.device)
                 on_progress(min(last, place + world.size), num_batches)
 
-            # Collective: as in a step, each place is filled by one rank, so summing the bits gathers the
-            # values; and whether anybody is asked to stop.
+            # Collective: as in a step, exactly one rank fills each place, so that the sum gathers the values.
+            # The last number shows whether any rank is asked to stop.
             own = torch.tensor([weight, int(is_stopping())])
             vector = world.sum_integers(torch.cat([sums.flatten().view(torch.int64), own]))
             gathered = vector[:-2].clone().view(torch.float64).view_as(sums)

@@ -1,4 +1,4 @@
-"""Counts of an evaluation of one set so far: exact sums that an interrupted evaluation continues from."""
+"""Exact sums of a partial evaluation of one set; an interrupted evaluation continues from them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,26 +7,26 @@ from fractions import Fraction
 from typing import Any
 
 Sum = Fraction | float
-"""An exact sum of floats; a float once one of them was not finite."""
+"""An exact sum of floats; a float after a summand was not finite."""
 
 
 @dataclass
 class EvaluationCounts:
     """Sums over the first ``done`` batches of a set, the same on every rank.
 
-    Exact, so that neither the order of the batches nor the place where an evaluation was cut changes a bit of
-    the means, and small, however many batches there are. ``key``: what is measured on what; a tally of
-    another key counts nothing.
+    The sums are exact, so that the means have the same bits for any order of the batches and any point of
+    interruption. Their size does not grow with the number of batches. ``key``: identity of the measurement
+    and its set; a tally with another key is not used.
     """
 
     key: str
     names: Sequence[str] = ()
-    """Names of the parts; the sums are the total's and then theirs."""
+    """Names of the parts. The first sum is the total; the others follow in this order."""
     done: int = 0
     weight: int = 0
     sums: list[Sum] = field(default_factory=list)
     seconds: float = 0.0
-    """Time of this rank that it has taken, in all tries."""
+    """Seconds that this rank has spent on the evaluation, in all attempts."""
 
     def __post_init__(self) -> None:
         if not self.sums:
@@ -35,11 +35,11 @@ class EvaluationCounts:
     def add(
         self, rows: Sequence[Sequence[float]], *, num_batches: int, weight: int
     ) -> None:
-        """Count the next ``num_batches`` batches. ``rows``: for each sum its numbers, in any order."""
+        """Count the next ``num_batches`` batches. ``rows``: the summands of each sum, in any order."""
         for index, row in enumerate(rows):
             for value in row:
                 total = self.sums[index]
-                # Without rounding while both are finite.
+                # While both are finite, the sum is not rounded.
                 if isinstance(total, float):
                     self.sums[index] = total + value
                 else:
@@ -50,12 +50,12 @@ class EvaluationCounts:
         self.weight += weight
 
     def means(self) -> list[float]:
-        """The mean a unit of weight of the total and of each part; nan where nothing weighs anything."""
+        """Return the mean per unit of weight of the total and of each part; NaN if the weight is 0."""
         if not self.weight:
             return [math.nan for _ in self.sums]
         means = []
         for total in self.sums:
-            # The nearest float, as ``math.fsum`` gives it of the same numbers.
+            # The nearest float, equal to ``math.fsum`` of the same numbers.
             try:
                 nearest = float(total)
             except OverflowError:
@@ -64,7 +64,7 @@ class EvaluationCounts:
         return means
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values that :meth:`from_json` reads, without rounding."""
+        """Return JSON values that :meth:`from_json` reads without rounding."""
         return {
             "key": self.key,
             "done": self.done,
@@ -77,13 +77,13 @@ class EvaluationCounts:
     def from_json(
         values: Mapping[str, Any], *, key: str, names: Sequence[str]
     ) -> "EvaluationCounts":
-        """The tally that was written, or an empty one where that was of another key."""
+        """Return the tally that was written, or an empty tally if its key differs."""
         if values.get("key") != key or len(values.get("sums", ())) != 1 + len(names):
             return EvaluationCounts(key, names)
         done, weight = int(values["done"]), int(values["weight"])
         sums: list[Sum] = []
         for text in values["sums"]:
-            # Fraction refuses nan and inf, which only a float can be.
+            # A Fraction cannot be NaN or infinite, so such sums are floats.
             try:
                 sums.append(Fraction(text))
             except ValueError:

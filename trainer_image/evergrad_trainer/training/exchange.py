@@ -1,4 +1,4 @@
-"""Exchange between ranks once a step: one vector of 64-bit integers that is summed over all of them."""
+"""The exchange between ranks, once per step: one vector of 64-bit integers that is summed over all ranks."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -24,18 +24,18 @@ NUM_FLAGS = 8
     FLAG_EVALUATE,
     FLAG_OBSERVER_OFF,
 ) = range(NUM_FLAGS)
-"""Places of a rank's wishes and warnings in the vector. Stop, save and evaluate are what observers ask for;
-the last says that a task's observer was switched off here, and perhaps not elsewhere."""
+"""Positions of a rank's requests and warnings in the vector. Observers request stop, save and evaluate; the
+last flag reports that an observer of the task was switched off on this rank, perhaps not on others."""
 _MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Facts that every rank has after the exchange.
+    """Values that are the same on every rank after the exchange.
 
-    ``losses`` are the sums of the slots, ``parts`` those of each part, in slot order.
-    ``flags[i]``: some rank raised flag i before the step. ``norm``: that of the summed gradients on rank 0;
-    not a number where there is none, or where any rank's is not finite.
+    ``losses``: sum of the loss of each slot. ``parts``: the same for each part of the loss, in slot order.
+    ``flags[i]``: whether any rank raised flag i before the step. ``norm``: norm of the summed gradients,
+    computed by rank 0; NaN if nothing was computed, or if the norm of any rank is not finite.
     """
 
     flags: tuple[bool, ...]
@@ -56,9 +56,9 @@ class Totals:
         grad_norm: float,
         seconds: dict[str, float],
     ) -> StepOutcome:
-        """Return what the step says of itself.
+        """Return the outcome of the step.
 
-        Means are a unit of weight, and not a number where nothing has weight.
+        Means are per unit of weight, and NaN if the total weight is 0.
         """
         has_loss = skipped in (None, "grad", "overflow")
         metrics = {name: _mean(sums, self.weight) for name, sums in self.parts.items()}
@@ -81,9 +81,9 @@ class Totals:
 class Sums:
     """Adds up one rank's micro-batches, and exchanges the sums with the other ranks.
 
-    Losses and the norm travel as the bits of a float64, one place each: only one rank fills a place, so that
-    the sum is the value itself. All ranks add the losses up in slot order, which gives the same bits in every
-    world.
+    Each loss, and the norm, is sent as the bits of a float64. Exactly one rank fills each position and the
+    others send 0, so that the integer sum is the value itself. Every rank adds the losses in slot order, so
+    that the total has the same bits in every world.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class Sums:
         names: Sequence[str] = (),
         without: Collection[str] = (),
     ) -> None:
-        """``names``: those of the loss's parts, in the order in which they travel. ``without``: those that
-        this step does not have. They have their places all the same: ranks at steps of different stages must
-        find that out, and not wait for a vector of another length."""
+        """``names``: parts of the loss, in the order in which they are sent. ``without``: parts that this
+        step does not have. These parts keep their positions in the vector, so that ranks at steps of
+        different stages detect the difference instead of waiting for a vector of another length."""
         self._step = step
         self._world = world
         self._flags = tuple(flags)
@@ -111,7 +111,7 @@ class Sums:
         self._hash = 0
 
     def add(self, slot: int, batch: Batch, loss: Loss) -> None:
-        """Count a micro-batch. Nothing is read from the device yet."""
+        """Add a micro-batch. Nothing is read from the device yet."""
         nothing = loss.total.new_zeros(())
         parts = [
             nothing if name in self._without else loss.parts[name] for name in self._names
@@ -125,22 +125,23 @@ class Sums:
     def exchange(self, norm: torch.Tensor | None, busy_seconds: float) -> Totals:
         """Sum over all ranks.
 
-        ``norm``: of the gradients that all ranks have summed, still on the device; None without one.
-        ``busy_seconds``: this rank's own time before it waited for others. Raises DivergedError, on all
-        ranks, where one is at another step; PeerLostError.
+        ``norm``: norm of the gradients that all ranks have summed, still on the device; None if nothing was
+        computed. ``busy_seconds``: time that this rank worked before it waited for others. Raises
+        DivergedError on all ranks if any rank is at another step. Raises PeerLostError if the group has
+        ended.
         """
         size = self._world.size
         rank = self._world.rank
         own_norm, values = self._read_device(norm)
 
-        # Each rank has its own place in the rows of times and steps.
+        # Each rank has its own position in the rows of times and steps.
         busy = torch.zeros(size, dtype=torch.int64)
         busy[rank] = int(busy_seconds * _MICROSECONDS)
         steps = torch.zeros(size, dtype=torch.int64)
         steps[rank] = self._step
 
-        # Rank 0 alone fills the place of the norm. Replicas that compute it on other numbers of threads
-        # differ in its last bits, and would drift apart if each clipped by its own.
+        # Only rank 0 fills the position of the norm. With different numbers of threads, replicas compute
+        # norms that differ in the last bits, and would drift apart if each replica clipped by its own norm.
         norm_sent = own_norm if rank == 0 else 0.0
         norm_bits = _bits(torch.tensor([norm_sent], dtype=torch.float64))
         is_spoiled = not math.isfinite(own_norm)
@@ -153,12 +154,12 @@ class Sums:
         head = torch.tensor(counts, dtype=torch.int64)
         mine = [head, norm_bits, _bits(values), busy, steps]
 
-        # Collective: every rank fills its own places of the same vector.
+        # Collective: every rank fills its own positions of the same vector.
         vector = self._world.sum_integers(torch.cat(mine))
 
         sizes = [len(part) for part in mine]
         head, norm_bits, loss_bits, busy, steps = vector.split(sizes)
-        # First: nothing of the rest means anything where ranks are at different steps.
+        # Check this first: if ranks are at different steps, the other values mean nothing.
         compare_steps(steps.tolist())
 
         *flags, weight, sample_hash, num_spoiled = head.tolist()
@@ -167,7 +168,7 @@ class Sums:
         named = zip(self._names, parts, strict=True)
         common_norm = float(_floats(norm_bits))
         if num_spoiled and math.isfinite(common_norm):
-            # Rank 0's is fine, and another's is not.
+            # The norm of rank 0 is finite, but the norm of another rank is not.
             common_norm = math.nan
         times = busy.double() / _MICROSECONDS
         skew = times.max() - times.median()
@@ -182,14 +183,15 @@ class Sums:
         )
 
     def _read_device(self, norm: torch.Tensor | None) -> tuple[float, torch.Tensor]:
-        """The norm, and a row of slots for the loss and each of its parts.
+        """Return the norm, and rows with one value per slot: one row for the loss, and one for each part.
 
-        One transfer from the device for the whole step; where the step has not waited for it, this does.
+        This is the step's only transfer from the device. It waits for the device, unless the step already
+        has.
         """
         num_rows = 1 + len(self._names)
         values = torch.zeros(num_rows, self._num_slots, dtype=torch.float64)
         if norm is None:
-            # Nothing was computed: the step is passed over.
+            # Nothing was computed, because the step is skipped.
             return math.nan, values
         own_norm = norm.detach().double().reshape(1)
         read = torch.cat([own_norm, *self._values]).cpu()
@@ -200,17 +202,17 @@ class Sums:
 
 
 def as_signed(value: int) -> int:
-    """The int64 with the low 64 bits of ``value``."""
+    """Return the int64 that has the low 64 bits of ``value``."""
     return (value + 2**63) % 2**64 - 2**63
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """The bits of float64 values, as a row of integers."""
+    """Return the bits of float64 values as a row of integers."""
     return values.flatten().view(torch.int64)
 
 
 def _floats(bits: torch.Tensor) -> torch.Tensor:
-    """The float64 values of these bits, in memory of their own."""
+    """Return the float64 values of these bits, in new memory."""
     return bits.clone().view(torch.float64)
 
 

@@ -1,5 +1,5 @@
-"""Hashes of what is frozen and never saved: modules, and the weights beside adapters. A run goes on with the
-same ones only, and they stay as they were built."""
+"""Hashes of frozen weights, which are never saved: frozen modules, and the base weights of adapters. They
+must not change during a run, and a run resumes only with the same ones."""
 
 from collections.abc import Collection, Mapping
 
@@ -17,7 +17,7 @@ from evergrad_trainer.task import Modules
 
 
 class WholeHashes:
-    """Hashes of modules as they are whole, of which this rank is about to hold a part."""
+    """Hashes of whole modules, computed before this rank keeps only a part of each."""
 
     def __init__(
         self,
@@ -26,9 +26,11 @@ class WholeHashes:
         *,
         without: Collection[str] = (),
     ) -> None:
-        """Before they are cut. Weights that are not made yet come by :meth:`add`. ``bases``: the weights that
-        adapters stand beside, by the names of :func:`find_bases`. ``without``: names of modules that get
-        their weights later."""
+        """Create this before the modules are sharded. Weights that do not exist yet are added by :meth:`add`.
+
+        ``bases``: base weights of adapters, by the names of :func:`find_bases`. ``without``: names of modules
+        that get their weights later.
+        """
         self._modules = {name: one for name, one in modules.items() if name not in without}
         whole = {name: _tensors(one) for name, one in self._modules.items()}
         self._sums = {
@@ -42,13 +44,13 @@ class WholeHashes:
         self._made: dict[nn.Parameter, int] = {}
 
     def add(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:
-        """Note the whole value of a parameter that is being made."""
-        # Trained ones are made in the same way, and hashed with the state.
+        """Record the whole value of a parameter while it is being created."""
+        # Trained parameters are created in the same way, but are hashed with the state.
         if not parameter.requires_grad:
             self._made[parameter] = int(sum_words(whole))
 
     def hashes(self) -> dict[str, str]:
-        """The content of each module, the same in every world."""
+        """Return the hash of each module, the same in every world."""
         for name, module in self._modules.items():
             for own, parameter in module.named_parameters():
                 if own not in self._sums[name]:
@@ -57,15 +59,15 @@ class WholeHashes:
 
 
 def find_bases(modules: Modules) -> dict[str, dict[str, torch.Tensor]]:
-    """The weights that adapters of trained modules stand beside, as ``<module>.base``."""
+    """Return the base weights of adapters in trained modules, as ``<module>.base``."""
     found = {f"{name}.base": base_tensors(one) for name, one in modules.trained.items()}
     return {name: tensors for name, tensors in found.items() if tensors}
 
 
 def hash_frozen(modules: Modules, names: Collection[str] | None = None) -> dict[str, str]:
-    """The content of what is frozen, as 16 hex digits: what this rank holds of each.
+    """Return a hash (16 hex digits) of the part of each frozen module that this rank holds.
 
-    ``names``: by default all that ``build`` gives its weights.
+    ``names``: by default, all whose weights come from the task's ``build``, and so no snapshots.
     """
     frozen = {name: _tensors(module) for name, module in modules.frozen.items()}
     frozen |= find_bases(modules)
@@ -86,14 +88,14 @@ def hash_frozen(modules: Modules, names: Collection[str] | None = None) -> dict[
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """All of a frozen module, which may have adapters too."""
+    """Return all tensors of a frozen module, including the base weights of adapters."""
     return {**module_tensors(module), **base_tensors(module)}
 
 
 def require_unchanged(modules: Modules, built: Mapping[str, str], *, code: Code) -> None:
-    """Compare with the hashes of the time of building.
+    """Compare the frozen modules with the hashes that were computed when they were built.
 
-    Raises TaskError: a task that changes a frozen module here does so on every rank.
+    Raises TaskError if they differ: a task that changes a frozen module here does so on every rank.
     """
     if changed := _find_changed(modules, built):
         raise code.explain(_describe(changed))
@@ -102,15 +104,16 @@ def require_unchanged(modules: Modules, built: Mapping[str, str], *, code: Code)
 def compare_frozen(
     modules: Modules, built: Mapping[str, str], world: World, *, code: Code
 ) -> None:
-    """Look on every rank whether its frozen modules are what it has built or taken, in parts or whole.
+    """Check on every rank that its frozen modules, or its parts of them, still are as built or taken.
 
-    All ranks call this. Raises TaskError on all of them where all have changed, HostError on a rank whose
-    alone have, or PeerLostError.
+    All ranks call this. Raises TaskError on all ranks if the modules have changed on all of them. Raises
+    HostError on a rank if only some ranks have changed modules and this rank is one of them. Raises
+    PeerLostError if the group has ended.
     """
     if not built:
         return
     changed = _find_changed(modules, built)
-    # Collective: a task that changes them does so everywhere, and faulty memory on one host.
+    # Collective: a task that changes them does so on every rank, but faulty memory only on one host.
     if all(world.gather_integers(len(changed))):
         raise code.explain(_describe(changed))
     if changed:
@@ -136,5 +139,5 @@ def _describe(changed: list[str]) -> Problem:
 
 
 def written(number: int) -> str:
-    """A hash as it is written down: 16 hex digits."""
+    """Return the text form of a hash: 16 hex digits."""
     return f"{number % 2**64:016x}"

@@ -1,4 +1,4 @@
-"""The model of a run whose file names none: that of the weights it begins with."""
+"""The model of a run whose file describes none: the model of the weights that the run starts from."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,11 +21,11 @@ def plan_initial(
     vocab_size: int | None,
     run_directory: Path | None = None,
 ) -> ModelPlan:
-    """Plan the model that the file describes; if it describes none, that of the weights to begin with.
+    """Plan the model that the file describes, or else the model of the weights that the run starts from.
 
-    ``vocab_size``: as in ``plan_model``.
-    ``run_directory``: has the configuration that the run began with, after which the source is not needed.
-    Raises ModelError, RunDirectoryError, and CheckpointError or VolumeError where the source cannot be read.
+    ``vocab_size``: as in ``plan_model``. ``run_directory``: contains the configuration that the run started
+    with; if that exists, the source of the weights is not read. Raises ModelError, RunDirectoryError, and
+    CheckpointError or VolumeError if the source cannot be read.
     """
     settings, initial = training.model, training.init_from
     if not settings.is_given and initial is not None and training.recipe in RECIPES:
@@ -41,10 +41,10 @@ def plan_initial(
 def describe_weights(
     path: Path, *, step: int | None, field: str
 ) -> Mapping[str, Any] | None:
-    """The description of the model in a transformers directory, a run or one checkpoint; None where an older
-    version saved it.
+    """Return the description of the model in a transformers directory, a run or one checkpoint.
 
-    Raises ModelError, and CheckpointError or VolumeError where there is no checkpoint to be read.
+    Returns None if an older version saved it, without a description. Raises ModelError, and CheckpointError
+    or VolumeError if there is no readable checkpoint.
     """
     if (path / "config.json").is_file():
         return plan_directory(path, field=field).describe()

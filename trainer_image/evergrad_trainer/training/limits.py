@@ -1,4 +1,4 @@
-"""When the loop evaluates, saves and stops, and which checkpoint is the best, as the file says."""
+"""Derives from the file when the loop evaluates, saves and stops, and which checkpoint is the best."""
 
 from evergrad_manifest.training import SaveEvery, Training
 from evergrad_trainer.training.components import BestCheckpoint, LoopLimits, Rhythm
@@ -11,7 +11,7 @@ def build_limits(
     stop_after_steps: int | None,
     anchors: frozenset[int] = frozenset(),
 ) -> LoopLimits:
-    """When the loop evaluates, saves and stops.
+    """Return when the loop evaluates, saves and stops.
 
     ``anchors``: steps whose checkpoints later steps need.
     """
@@ -47,6 +47,6 @@ def _build_rhythm(every: SaveEvery | None, training: Training) -> Rhythm | None:
 
 
 def build_best(training: Training) -> BestCheckpoint | None:
-    """Which checkpoint is the best one, if that was asked for."""
+    """Return the rule that selects the best checkpoint; None unless the file requests one."""
     best = training.checkpoint.best
     return BestCheckpoint(metric=best.metric, mode=best.mode) if best else None

@@ -1,8 +1,8 @@
-"""Seconds of a step's phases, on the clock of the device that computes them.
+"""Measures the seconds of a step's phases, by the clock of the device that computes them.
 
-A CPU has done what a call returns from, so that the host's clock measures it. An accelerator is only given
-orders: there an event is recorded in its queue at the end of each phase, and read when the device is past
-it. Nothing ever waits for a measurement.
+On a CPU, work is complete when its call returns, so the host's clock measures it. Calls to an accelerator
+only queue work. There, each phase ends with an event in the queue, which is read after the device has reached
+it. No measurement ever waits.
 """
 
 import functools
@@ -19,25 +19,25 @@ _MILLISECONDS = 1000.0
 
 
 class PhaseClock(Protocol):
-    """Measures one step after the other; every moment between ``begin`` and the last ``mark`` belongs to a
-    phase."""
+    """Measures one step at a time. All time between ``begin`` and the last ``mark`` belongs to some phase."""
 
     def begin(self) -> None:
         """Begin a step."""
 
     def mark(self, phase: str) -> None:
-        """End a phase: it began where the one before it ended."""
+        """End a phase. It began where the previous phase ended."""
 
     def busy_seconds(self) -> float:
-        """Seconds of this step's data and forward_backward, which the device must have run."""
+        """Return the seconds of this step's phases data and forward_backward; the device must have finished
+        both."""
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase: of this step on a CPU, of the step before it on an accelerator."""
+        """Return seconds by phase: of this step on a CPU, of the previous step on an accelerator."""
 
 
 @dataclass
 class HostClock:
-    """Measures a device that is done with whatever the host has returned from."""
+    """Measures a device whose work is complete when its call returns."""
 
     now: Callable[[], float] = time.perf_counter
     _phases: dict[str, float] = field(default_factory=dict)
@@ -60,25 +60,27 @@ class HostClock:
 
 
 class DeviceEvent(Protocol):
-    """A moment in the queue of a device: what is used of ``torch.cuda.Event``."""
+    """A point in the queue of a device: the methods of ``torch.cuda.Event`` that are used here."""
 
     def record(self) -> None:
-        """Put it behind everything that was launched so far."""
+        """Append the event to the queue, after all work that was launched so far."""
 
     def query(self) -> bool:
-        """Whether the device is past it; does not wait."""
+        """Return whether the device has reached the event. Does not wait."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this event to ``end_event`` of the same kind; the device must be past both."""
+        """Return milliseconds from this event to ``end_event``, of the same type. The device must have
+        reached both."""
 
 
 _Marks = list[tuple[str, DeviceEvent]]
 
 
 class DeviceClock:
-    """Measures a device that runs behind the host, by events in its queue.
+    """Measures a device that runs asynchronously, by events in its queue.
 
-    A wait for data costs a device nothing while it still has work, and then no time lies between the events.
+    If the host waits for data while the device still has work, no time passes between the two events, so the
+    wait is not counted.
     """
 
     def __init__(self, make_event: Callable[[], DeviceEvent]) -> None:
@@ -92,7 +94,7 @@ class DeviceClock:
 
     def mark(self, phase: str) -> None:
         event = self._make_event()
-        # Recorded, and not looked at: the host continues to launch.
+        # Only record the event, without reading it, so that the host continues to launch work.
         event.record()
         self._marks.append((phase, event))
 
@@ -101,13 +103,14 @@ class DeviceClock:
         return phases["data"] + phases["forward_backward"]
 
     def seconds(self) -> dict[str, float]:
-        # This step's update was only launched: its events are read in the next step, whose own wait for the
-        # device comes behind them.
+        # This step's update is only launched so far. The next step reads its events, after that step's own
+        # wait for the device.
         return _read(self._marks_before)
 
 
 def _read(marks: _Marks) -> dict[str, float]:
-    """Seconds by phase; zeros where the device is not past all of ``marks``, since reading would wait."""
+    """Return seconds by phase, or zeros if the device has not reached all of ``marks``: reading would
+    wait."""
     phases = dict.fromkeys(PHASES, 0.0)
     if not marks or not marks[-1][1].query():
         return phases
@@ -117,7 +120,7 @@ def _read(marks: _Marks) -> dict[str, float]:
 
 
 def build_clock(device: torch.device) -> PhaseClock:
-    """Choose the clock of what is computed on ``device``."""
+    """Return the clock for computations on ``device``."""
     if device.type == "cuda":
         return DeviceClock(functools.partial(torch.cuda.Event, enable_timing=True))
     return HostClock()

@@ -1,8 +1,8 @@
-"""All that a run remembers besides tensors, in one place.
+"""All that a run remembers in addition to tensors.
 
-:meth:`Progress.values` is the part that belongs to the state: saved, restored and given to newcomers.
-:func:`describe_rank` is the part that one process knows and others may not: ranks exchange it when they meet,
-and :func:`adopt` makes it the same for all of them.
+:meth:`Progress.values` is the part that belongs to the state: it is saved, restored, and sent to joining
+ranks. :func:`describe_rank` is the part that differs between processes: ranks exchange it when they form a
+world, and :func:`adopt` makes it the same for all of them.
 """
 
 import json
@@ -17,63 +17,64 @@ from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.state.registry import MAX_VALUES_BYTES
 
 MOST_TALLIES_BYTES = MAX_VALUES_BYTES // 2
-"""Most bytes that an evaluation which was cut short may take in a checkpoint."""
+"""Largest size in a checkpoint of the partial results of evaluations that were interrupted."""
 Row = Mapping[str, Any]
-"""Facts that one rank reports when ranks meet: see :func:`describe_rank`."""
+"""Facts that one rank reports when ranks form a world: see :func:`describe_rank`."""
 
 
 @dataclass
 class TrainingProgress:
-    """The counters of the state registry, and what this process knows of its own saves."""
+    """The counters of the state registry, and this process's facts about its own saves."""
 
     # The state after ``finished_steps``, the same on every rank.
     finished_steps: int = 0
     run_id: str = ""
-    """Drawn once: names this run to others through every restart and change of rank 0."""
+    """Identity of this run for other runs. Drawn once, and kept through restarts and changes of rank 0."""
     evaluated_step: int = -1
     best: dict[str, Any] | None = None
     """The best evaluation so far: metric, mode, value and step."""
     best_before: dict[str, Any] | None = None
-    """The one that it has replaced: the best again where the save of the better one is lost."""
+    """The best evaluation before ``best``: it becomes the best again if the save of ``best`` is lost."""
     updates: int = 0
-    """Updates of the optimizer: finished steps less skipped ones."""
+    """Updates of the optimizer: finished steps minus skipped steps."""
     skipped: int = 0
     """Steps without an update."""
     non_finite: int = 0
     """How many of the newest steps in a row were not finite."""
     evaluation_asked: int = -1
-    """Newest step after which an observer has asked for an evaluation."""
+    """Newest step after which an observer requested an evaluation."""
     save_asked: int = -1
-    """Newest step after which an observer has asked for a save."""
+    """Newest step after which an observer requested a save."""
     stop_asked: int = -1
-    """Newest step after which an observer has asked for a stop."""
+    """Newest step after which an observer requested a stop."""
     tallies: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Sums that the evaluation after ``finished_steps`` has measured before it was cut short, by set."""
+    """Partial sums, by set, of an evaluation after ``finished_steps`` that was interrupted."""
 
-    # Facts that this process has, and others may not.
+    # Facts about this process, which may differ between ranks.
     saved_step: int = -1
-    """Step of the newest save that was begun; once the loop has ended, of the newest published one."""
+    """Step of the newest save that has begun; after the loop, step of the newest published checkpoint."""
     resumed_step: int = -1
     """Step of the newest checkpoint known to be published when this world began."""
     is_save_lost: bool = False
-    """A save was begun and ended with its world."""
+    """Whether a save began, but ended unpublished with its world."""
     is_tally_unsaved: bool = False
-    """More was measured of the newest step than its newest save knows."""
+    """Whether more of the newest step was measured than its newest save contains."""
     steps_here: int = 0
-    """Trained since the run's processes were started."""
+    """Steps trained since the run's processes were started."""
     last_record: StepRecord | None = None
     """Record of the newest finished step, on every rank."""
     refusal: str = ""
     """Why the loop ended with "non_finite"."""
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return nothing: counters are no tensors."""
+        """Return nothing, because counters are not tensors."""
         return {}
 
     def values(self) -> Mapping[str, Any]:
-        """Return what belongs to the state after ``finished_steps``, by the names that checkpoints use.
+        """Return the part that belongs to the state after ``finished_steps``, by the names used in
+        checkpoints.
 
-        A wish is a part of it for as long as it has not been done: another world may have to do it.
+        A request is included until it is fulfilled, because another world may have to fulfil it.
         """
         values: dict[str, Any] = {
             "step": self.finished_steps,
@@ -93,15 +94,15 @@ class TrainingProgress:
             values["save_asked"] = self.save_asked
         if self.stop_asked == self.finished_steps:
             values["stop_asked"] = self.stop_asked
-        # Exact sums are small; those of very many metrics are left out, and measured again.
+        # Exact sums are small. The sums of very many metrics are left out, and measured again.
         if self.tallies and len(json.dumps(self.tallies)) <= MOST_TALLIES_BYTES:
             values["tallies"] = self.tallies
         return values
 
     def load_values(self, values: Mapping[str, Any]) -> None:
-        """Take over what :meth:`values` said of a state; older versions said less."""
+        """Load what :meth:`values` returned. Values of older versions lack some names."""
         self.finished_steps = int(values["step"])
-        # A checkpoint of an older version has none, and the run keeps the one that it was given since.
+        # A checkpoint of an older version has no run_id; the run then keeps the one that it was given later.
         self.run_id = str(values.get("run_id", self.run_id))
         self.evaluated_step = int(values["evaluated_step"])
         self.best = values["best"]
@@ -115,18 +116,18 @@ class TrainingProgress:
         self.tallies = dict(values.get("tallies", {}))
 
     def forget_tallies(self) -> None:
-        """Forget what was measured: the evaluation has ended, or another step is the newest."""
+        """Discard partial results, because the evaluation has ended or another step is the newest."""
         self.tallies = {}
         self.is_tally_unsaved = False
 
     def reset(self) -> None:
-        """Forget everything, also of this process: the state it belonged to is gone."""
+        """Discard everything, including facts about this process, because its state no longer exists."""
         fresh = TrainingProgress()
         vars(self).update(vars(fresh))
 
 
 def published_step(progress: TrainingProgress, checkpoints: CheckpointManager) -> int:
-    """Step of the newest checkpoint this process knows to be published; -1 without one."""
+    """Return the step of the newest checkpoint that this process knows to be published, or -1."""
     if checkpoints.published is None:
         return progress.resumed_step
     return max(progress.resumed_step, checkpoints.published.step)
@@ -135,7 +136,10 @@ def published_step(progress: TrainingProgress, checkpoints: CheckpointManager) -
 def describe_rank(
     progress: TrainingProgress, checkpoints: CheckpointManager, *, held_step: int
 ) -> dict[str, Any]:
-    """The facts that a rank sends to the others when they meet. ``held_step``: -1 where it holds no state."""
+    """Return the facts that a rank sends to the others when they form a world.
+
+    ``held_step``: step of the state that the rank holds, or -1 without a state.
+    """
     record: dict[str, Any] | None = None
     if progress.last_record is not None:
         record = asdict(progress.last_record)
@@ -152,9 +156,10 @@ def describe_rank(
 
 
 def choose_source(rows: list[dict[str, Any]]) -> int:
-    """The rank whose memory of the newest step counts.
+    """Return the rank whose record of the newest step all ranks adopt.
 
-    An evaluation whose end only some have seen is done again.
+    Of the ranks at the newest step, this is one with the oldest evaluation: an evaluation that only some
+    ranks completed is made again.
     """
     newest = max(int(row["step"]) for row in rows)
     sources = [rank for rank, row in enumerate(rows) if row["step"] == newest]
@@ -162,29 +167,28 @@ def choose_source(rows: list[dict[str, Any]]) -> int:
 
 
 def adopt(progress: TrainingProgress, rows: list[dict[str, Any]]) -> None:
-    """Agree on what the processes know of their saves; the values of the state itself are loaded already."""
+    """Agree on the processes' facts about their saves. The values of the state itself are loaded already."""
     newest = max(int(row["step"]) for row in rows)
     sources = [row for row in rows if row["step"] == newest]
     published = max(int(row["published"]) for row in rows)
-    # A save that a rank without a state has begun belongs to a state that is gone.
+    # A save that was begun by a rank without a state belongs to a state that no longer exists.
     begun = max(int(row["begun"]) for row in rows if int(row["step"]) >= 0)
 
-    # At most twice. Its save ended with the world, and its state is gone: the one before it is the best
-    # again, whose checkpoint still has the mark.
+    # The save of ``best`` ended with its world, and its state is lost. The previous best is the best again,
+    # and its checkpoint is still marked. At most two iterations: ``best_before`` is None after the first.
     while progress.best is not None and published < progress.best["step"] < newest:
         progress.best, progress.best_before = progress.best_before, None
 
-    # The newest record is the state's; counts of processes that were there longest are the run's.
+    # The newest record belongs to the state. The run's count is the largest of any process at that state.
     record = rows[choose_source(rows)]["record"]
     progress.last_record = None
     if record is not None:
         progress.last_record = StepRecord(**record)
     progress.steps_here = max(int(row["steps_here"]) for row in sources)
 
-    # Nothing newer than the newest published checkpoint counts as saved: a save that was under way has ended
-    # with its world.
+    # Only published checkpoints count as saved: a save in progress ended with its world.
     progress.resumed_step = published
     progress.saved_step = published
     progress.is_save_lost = begun > published
-    # A newcomer has got the tallies and would not save them with the others.
+    # A joining rank has received the tallies, and must know that they are not saved yet.
     progress.is_tally_unsaved = any(bool(row["is_tally_unsaved"]) for row in sources)

@@ -1,5 +1,5 @@
-"""Decisions on what is due after the newest finished step: pure functions of counts and of flags that all
-ranks have agreed on, so that each rank finds the same."""
+"""Decides what is due after the newest finished step. The functions are pure, and depend only on counts and
+flags that all ranks have agreed on, so that each rank gets the same result."""
 
 from dataclasses import replace
 
@@ -17,17 +17,17 @@ from evergrad_trainer.training.progress import TrainingProgress
 
 
 def agree_limits(limits: LoopLimits, world: World) -> LoopLimits:
-    """The limits as all ranks take them.
+    """Return limits that are the same on all ranks.
 
-    Some processes may have read the file before it was edited in place.
+    The ranks' own limits may differ, because some processes may have read the file before it was edited.
     """
     own = [limits.non_finite_in_a_row, sorted(limits.skip_steps), limits.compare_every]
-    # Collective: once a world, before its first step.
+    # Collective, once per world, before its first step.
     rows = world.gather_json(own)
 
     in_a_row = max(number for number, _, _ in rows)
     skip_steps = frozenset(step for _, steps, _ in rows for step in steps)
-    # Rank 0's: a comparison that only some make would wait for the others for ever.
+    # Use the value of rank 0: a comparison that only some ranks make would wait forever for the others.
     compare_every = rows[0][2]
     return replace(
         limits,
@@ -40,7 +40,7 @@ def agree_limits(limits: LoopLimits, world: World) -> LoopLimits:
 def find_stop_reason(
     limits: LoopLimits, progress: TrainingProgress, flags: tuple[bool, ...]
 ) -> StopReason | None:
-    """Why all ranks leave; None if they continue."""
+    """Return why all ranks leave the loop, or None if they continue."""
     if progress.finished_steps >= limits.total_steps:
         return "complete"
     if flags[FLAG_SIGNAL]:
@@ -62,14 +62,14 @@ def find_stop_reason(
 
 
 def is_due(step: int, every: int | None) -> bool:
-    """Whether ``step`` is one of every so many; None: never."""
+    """Return whether ``step`` is a multiple of ``every``; None means never."""
     return every is not None and step % every == 0
 
 
 def due_sets(run: TrainingComponents) -> tuple[EvaluationSet, ...]:
-    """The sets to evaluate, before the first step or after the newest one.
+    """Return the sets to evaluate before the first step or after the newest step.
 
-    An evaluation that a stop or a lost peer has cut short is due until it has ended.
+    An evaluation that was interrupted by a stop or a lost peer remains due until it is complete.
     """
     progress, limits = run.progress, run.limits
     step = progress.finished_steps
@@ -88,7 +88,7 @@ def due_sets(run: TrainingComponents) -> tuple[EvaluationSet, ...]:
 
 
 def is_save_due(run: TrainingComponents) -> bool:
-    """The one rule of when to save, but for the end of the run and the best checkpoint."""
+    """Return whether a save is due. The end of the run and the best checkpoint have their own rules."""
     progress = run.progress
     if progress.save_asked == progress.finished_steps:
         return True

@@ -1,8 +1,8 @@
-"""Frozen modules that a run makes itself: copies of a trained one as it was after a step.
+"""Snapshots: frozen modules that are copies of a trained module after a certain step.
 
-No checkpoint but that step's holds them, which is kept; the state has their hashes. A process gets one of
-three ways, and always the same bits: it takes the copy at the step itself, or gets it from a member that has
-it, or reads it from the kept checkpoint.
+Only the checkpoint of that step contains a snapshot, and this checkpoint is kept; the state contains the
+hash. A process takes the copy at that step, or receives it from a member that has it, or reads it from the
+kept checkpoint. All three ways give the same bits.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,8 +27,9 @@ from evergrad_trainer.task import Modules, Snapshot, full_tensor
 from evergrad_trainer.training.frozen import hash_frozen, written
 
 Read = Callable[[Snapshot, Mapping[str, torch.Tensor], Callable[[], bool]], None]
-"""Fills tensors, by their names in a checkpoint, from that of the snapshot's step for which the last argument
-says that they are right. All ranks call it. Raises CheckpointError."""
+"""Fills tensors, by their names in a checkpoint, from a checkpoint of the snapshot's step. Its last argument
+returns whether the tensors are correct; if not, the next checkpoint is tried. All ranks call it. Raises
+CheckpointError."""
 
 
 class Snapshots:
@@ -36,25 +37,24 @@ class Snapshots:
 
     def __init__(self, modules: Modules, *, is_sharded: bool) -> None:
         self.hashes: dict[str, str] = {}
-        """Hashes of the snapshots that belong to the state after the newest finished step, each as a
-        whole."""
+        """Hashes of the whole snapshots that belong to the state after the newest finished step, by name."""
         self.own_parts: dict[str, str] = {}
-        """Hashes of the parts that this process holds of them."""
+        """Hashes of the parts that this process holds."""
         self._modules = modules
         self._is_sharded = is_sharded
         self._held: dict[str, str] = {}
 
     @property
     def steps(self) -> frozenset[int]:
-        """The steps whose checkpoints are kept."""
+        """Return the steps whose checkpoints are kept."""
         return frozenset(one.after for one in self._modules.snapshots.values())
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return nothing: their tensors are in the checkpoints of their steps."""
+        """Return nothing, because the checkpoints of the snapshots' steps contain the tensors."""
         return {}
 
     def values(self) -> Values:
-        """Return step and hash of each that was taken."""
+        """Return the step and hash of each snapshot that was taken."""
         planned = self._modules.snapshots
         return {
             name: {"after": planned[name].after, "hash": found}
@@ -62,18 +62,18 @@ class Snapshots:
         }
 
     def load_values(self, values: Mapping[str, Any]) -> None:
-        """Take over which ones the state was trained with."""
+        """Load the hashes of the snapshots that the state was trained with."""
         self.hashes = {name: str(one["hash"]) for name, one in values.items()}
 
     def reset(self) -> None:
-        """Forget them: none was taken before the first step."""
+        """Discard the hashes, because no snapshot exists before the first step."""
         self.hashes = {}
 
     @torch.no_grad()
     def take(self, step: int, world: World) -> dict[str, str]:
-        """Copy what is due after ``step`` from the trained modules; hashes by name.
+        """Take the snapshots that are due after ``step``; return their hashes by name.
 
-        All ranks call this, all at that step. Raises DivergedError, on all, where their copies differ.
+        All ranks call this at the same step. Raises DivergedError on all ranks if their copies differ.
         """
         due = [name for name, one in self._modules.snapshots.items() if one.after == step]
         taken = {}
@@ -81,11 +81,12 @@ class Snapshots:
             source = module_tensors(self._modules.trained[self._modules.snapshots[name].of])
             for own, tensor in module_tensors(self._modules.frozen[name]).items():
                 live = source[own]
-                # Cut alike, each rank copies its own part; a copy that is not cut needs the whole.
+                # Snapshot and source are sharded alike, so each rank copies its own part. An unsharded copy
+                # needs the whole.
                 tensor.copy_(live if isinstance(tensor, DTensor) else full_tensor(live))
             taken[name] = self._note(name)
         if due:
-            # Collective: replicas that differ would be held to different references from here on.
+            # Collective. If replicas differed, each would be trained against another reference from here on.
             rows = world.gather_json(taken)
             suspects = find_suspects([rows.index(row) for row in rows])
             if suspects:
@@ -96,14 +97,14 @@ class Snapshots:
         return taken
 
     def settle(self, step: int, world: World, read: Read) -> None:
-        """Bring all ranks, whose state is that after ``step``, to the snapshots that belong to it.
+        """Give all ranks, whose state is the state after ``step``, the snapshots that belong to it.
 
-        All ranks call this. Raises CheckpointError, the same on all, where no member and no checkpoint has
-        them; PeerLostError.
+        All ranks call this. Raises CheckpointError on all ranks if neither a member nor a checkpoint has
+        them. Raises PeerLostError if the group has ended.
         """
         planned = self._modules.snapshots
         due = sorted(name for name, one in planned.items() if one.after < step)
-        # Snapshots that this process took belong to a state that is gone.
+        # Drop snapshots that this process took in a state that no longer exists.
         self._held = {name: self._held[name] for name in due if name in self._held}
         self.own_parts = {name: self.own_parts[name] for name in self._held}
         for name in due:
@@ -116,7 +117,7 @@ class Snapshots:
 
     def _settle_one(self, name: str, world: World, read: Read) -> None:
         snapshot, wanted = self._modules.snapshots[name], self.hashes[name]
-        # Collective: one number of each rank.
+        # Collective: each rank contributes one number.
         holders = world.gather_integers(int(self._held.get(name) == wanted))
         if all(holders):
             return
@@ -126,24 +127,24 @@ class Snapshots:
         }
 
         if any(holders) and not self._is_sharded:
-            # Point to point, as the state itself: faster than a volume, and no less exact.
+            # Send from rank to rank, like the state: this is faster than a volume, and exact, too.
             for transfer in plan_transfers(holders):
                 if world.rank in (transfer.source, transfer.stale_rank):
                     if world.rank == transfer.stale_rank:
                         self._held.pop(name, None)
                     transfer_state(tensors, transfer, world)
-            # Collective: a source may have died with part of it still on its way.
+            # Collective: a source may have died while a part was still in transit.
             world.confirm()
             found = self._note(name)
-            # Collective: whoever has got something else goes back with all to what is on the disk.
+            # Collective: if the hash is wrong on any rank, all ranks read from the volume instead.
             if world.all_agree(found == wanted):
                 return
         self._held.pop(name, None)
-        # Collective: rank 0 reads, and gives each piece on; shards are read by those that hold them.
+        # Collective: rank 0 reads and distributes the tensors; shards are read by the ranks that hold them.
         read(snapshot, tensors, lambda: world.all_agree(self._note(name) == wanted))
 
     def _note(self, name: str) -> str:
-        """Hash what the frozen module holds now, as a whole (collective where it is cut)."""
+        """Hash the current content of the frozen module, as a whole. Collective if the module is sharded."""
         module = self._modules.frozen[name]
         own = hash_frozen(self._modules, [name])[name]
         whole = own

@@ -32,30 +32,31 @@ from evergrad_trainer.training.step_parts import (
 from evergrad_trainer.training.step_refusal import refuse
 
 _EPSILON = 1e-6
-"""As torch's own clipping adds to a norm before it divides by it."""
+"""The constant that torch's own clipping adds to a norm before it divides by the norm."""
 
 
 class Stepper:
     """Runs steps.
 
-    Holds nothing of a world: rank, size and group are read from the argument in each step.
+    It keeps nothing of a world: each step reads rank, size and group from its argument.
     """
 
     def __init__(self, parts: StepParts, settings: StepSettings) -> None:
         self._parts = parts
         self._settings = settings
-        # Both are replaced by the worker, whose supervisor looks at them.
+        # The worker replaces both; its supervisor reads them.
         self.heartbeat: StepHeartbeat = NoHeartbeat()
         self.on_memory: Callable[[Sizes], None] | None = None
 
     def run(
         self, step: int, world: World, flags: tuple[bool, ...], *, is_skipped: bool = False
     ) -> StepOutcome:
-        """Train step ``step`` (from 1); with ``is_skipped`` compute nothing and exchange the flags alone.
+        """Train step ``step``, counted from 1. With ``is_skipped``, compute nothing and only exchange the
+        flags.
 
-        A step whose loss or gradient is not finite makes no update and says so, on all ranks together. Raises
-        PeerLostError where the group ended; nothing was updated then. No collective comes after
-        :meth:`Sums.exchange`: a rank that is through it finishes the step, whatever becomes of others.
+        If a loss or gradient is not finite, no rank makes an update, and the outcome reports the reason.
+        Raises PeerLostError if the group has ended; then nothing was updated. No collective follows
+        :meth:`Sums.exchange`: a rank that has passed it finishes the step, even if other ranks fail.
         """
         parts, settings, clock = self._parts, self._settings, self._parts.clock
         loss_scale = None if parts.loss_scale is None else parts.loss_scale.value
@@ -72,21 +73,21 @@ class Stepper:
         clock.begin()
 
         if not is_skipped:
-            # This rank's own micro-batches. Collectives under them: the sums of the gradients begin in the
-            # last backward pass, and FSDP2 gathers sharded parameters in every pass.
+            # Compute this rank's micro-batches. Collectives inside: the last backward pass begins to sum the
+            # gradients, and FSDP2 gathers sharded parameters in every pass.
             self._compute(step, world, sums)
-            # Collectives: the rest of the sums, also where a loss is not finite, since all ranks have begun
-            # them alike. Then the step's only waits for an accelerator, as late as can be.
+            # Collectives: finish the sums. Do this even if a loss is not finite, because all ranks have begun
+            # the same sums. The step waits for an accelerator only here, as late as possible.
             norm, overflow = self._sum_gradients(world)
 
-        # Collective, the last one: flags, weights, hashes, losses, the norm and step numbers of all ranks, in
-        # one small vector. Each rank waits here for the slowest.
+        # The last collective: flags, weights, hashes, losses, the norm and the step numbers of all ranks, in
+        # one small vector. Each rank waits here for the slowest rank.
         totals = sums.exchange(norm, busy_seconds=clock.busy_seconds())
         scale = settings.nominal_weight / max(1, totals.weight) / (loss_scale or 1.0)
         grad_norm = math.nan if overflow else totals.norm * scale
         clock.mark("communication")
 
-        # From here on no rank waits for another: the update is made on all ranks or on none.
+        # From here on, no rank waits for another: either all ranks make the update, or none.
         skipped: str | None = "requested"
         problems: tuple[Problem, ...] = ()
         if not is_skipped:
@@ -105,35 +106,35 @@ class Stepper:
         return replace(outcome, loss_scale=loss_scale)
 
     def warm_up(self, world: World) -> None:
-        """Compile and allocate what the first step would, and change nothing: one slot, whose gradients are
-        thrown away."""
+        """Compile and allocate what the first step needs, without changing the state: compute one slot and
+        discard its gradients."""
         parts = self._parts
         step = parts.stream.first_step
         batch = parts.prefetcher.take(step, 0)
-        # No collective: the slot is not the last one, so that nothing is summed over ranks.
+        # Not collective: the slot is not the last one, so nothing is summed over ranks.
         parts.gradients.begin(world)
         with parts.buffers.restoring():
             self._forward_backward(step, 0, batch, world=world, scale=0.0, is_last=False)
         parts.gradients.forget()
 
     def forget_buffers(self) -> None:
-        """Let go of the gradients' buffers: see :meth:`GradientSum.forget`."""
+        """Release the gradients' buffers: see :meth:`GradientSum.forget`."""
         self._parts.gradients.forget()
 
     def _compute(self, step: int, world: World, sums: Sums) -> None:
-        """This rank's slots of the step, forward and backward."""
+        """Run the forward and backward passes of this rank's slots."""
         parts, settings, clock = self._parts, self._settings, self._parts.clock
         parts.gradients.begin(world)
         slots = share_slots(
             settings.slots_per_step, world.rank, world.size, is_sharded=settings.is_sharded
         )
         for slot, is_real, is_last in slots:
-            # A slot of a large model takes seconds: no rank waits for it if the group has ended.
+            # A slot of a large model takes seconds, so check before each slot whether the group has ended.
             world.raise_if_given_up()
             self.heartbeat.beat(step, slot)
 
-            # The samples that this rank most probably takes next are read while it computes; a change of the
-            # world makes the guess wrong, and nothing else.
+            # While this rank computes, read the samples that it will probably need next. After a change of
+            # the world the guess is wrong, which costs only the read.
             following = slot + world.size
             upcoming = (step, following)
             if following >= settings.slots_per_step:
@@ -163,24 +164,25 @@ class Stepper:
             clock.mark("forward_backward")
 
     def _sum_gradients(self, world: World) -> tuple[torch.Tensor, Problem | None]:
-        """Sum over all ranks.
+        """Sum the gradients over all ranks.
 
-        Returns the norm of the sums, on the device, and what kept them from being made.
+        Returns the norm of the sums, on the device, and the problem that prevented the sums, or None.
         """
         gradients = self._parts.gradients
-        # Launched is not run. A CPU is done with its own work, and may wait for peers; an accelerator is not.
+        # On a CPU, launched work is complete, so this rank only waits for peers. An accelerator may still
+        # compute.
         computed = mark_launched(world.device)
         if computed.is_completed():
             self.heartbeat.rest()
 
-        # Collective: the sums that the last backward pass has not begun, and the end of all of them.
+        # Collective: begin the sums that the last backward pass has not begun, and finish all of them.
         gradients.finish()
         norm = nn.utils.get_total_norm(self._gradients())
-        # Collective where gradients are sharded: the parts' norms become one.
+        # Collective if gradients are sharded: combine the norms of the parts.
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-        # Everything is launched: wait until the device has done its own work and peers are waited for, then
-        # for the sums. A rank whose sums have not arrived ends here, and the exchange for nobody.
+        # Everything is launched. Wait until the device has finished this rank's own work, then for the sums.
+        # If they do not arrive, the rank ends here, before other ranks wait for it in the exchange.
         world.wait(computed)
         self.heartbeat.rest()
         world.await_started()
@@ -197,26 +199,26 @@ class Stepper:
         is_last: bool,
     ) -> Loss:
         parts, settings, device = self._parts, self._settings, world.device
-        # Randomness belongs to the slot, not to the rank that computes it.
+        # Random numbers depend on the slot, not on the rank that computes it.
         seed_generators(settings.seed, step, slot, Purpose.FORWARD)
         tensors = {
             name: tensor.to(device, non_blocking=True)
             for name, tensor in batch.tensors.items()
         }
         parts.gradients.before_backward(is_last=is_last)
-        # Collectives of FSDP2 in both passes and, in the last backward pass, sums of gradients that begin.
+        # Collectives: FSDP2 gathers in both passes, and the last backward pass begins to sum gradients.
         stage = parts.stream.stage(step)
         watching = parts.buffers.watching(stage, num_workers=world.size)
         with watching, parts.autocast():
             loss = parts.loss_of(tensors, stage)
-        # Divided here, not after the sum, so that gradients of big batches stay in the range of their type.
+        # Divide here, not after the sum, so that gradients of large batches do not overflow their type.
         share = scale / settings.nominal_weight
         if parts.loss_scale is not None:
             share *= parts.loss_scale.value
         (loss.total * share).backward()
         parts.gradients.after_backward()
-        # Without the graph: its small nodes would lie between the holes that activations leave in the heap,
-        # and keep those of the next slot from fitting in.
+        # Return the values without the graph. Its small nodes would fragment the heap between the activations
+        # that are freed, so that the activations of the next slot would not fit.
         return Loss(
             loss.total.detach(), {name: part.detach() for name, part in loss.parts.items()}
         )
@@ -230,7 +232,7 @@ class Stepper:
         *,
         scale: float,
     ) -> tuple[str | None, tuple[Problem, ...]]:
-        """Make the update, or return why there is none: see :func:`refuse`."""
+        """Make the update, or return the reason for making none: see :func:`refuse`."""
         loss_scale = self._parts.loss_scale
         skipped, problems = refuse(
             step,
@@ -247,12 +249,12 @@ class Stepper:
         return skipped, problems
 
     def _update(self, step: int, scale: float, norm: float) -> None:
-        """Make the gradients those of the mean over the weight, no longer than the limit, and follow them."""
+        """Scale the gradients to the mean per unit of weight, clip them, and update the parameters."""
         limit = value_at(step, self._settings.clip_norm, self._settings.clip_norms)
         is_too_long = bool(limit) and norm > limit
         shrinkage = limit / (norm + _EPSILON) if is_too_long else 1.0
         factor = scale * shrinkage
-        # One pass over all gradients for both, and none where there is nothing to scale.
+        # Scale all gradients in one pass for both purposes; skip the pass if the factor is 1.
         if factor != 1.0:
             torch_private.scale(self._gradients(), factor)
         set_learning_rate(self._parts.optimizer, self._parts.schedule(step))
@@ -271,9 +273,11 @@ class Stepper:
 def share_slots(
     num_slots: int, rank: int, size: int, *, is_sharded: bool
 ) -> Iterator[tuple[int, bool, bool]]:
-    """(slot, is_real, is_last) of each micro-batch of ``rank``, in order.
+    """Return (slot, is_real, is_last) for each micro-batch of ``rank``, in order.
 
-    Sharded ranks must all run as often: one that has no slot left repeats its first, at weight 0.
+    Sharded ranks must all run the same number of micro-batches. A rank without another slot repeats its first
+    slot with weight 0. For example, if ``num_slots`` is 3 and ``size`` is 2, rank 1 runs slot 1 twice, and
+    the second time is not real.
     """
     own = list(range(rank, num_slots, size))
     rounds = math.ceil(num_slots / size) if is_sharded else len(own)
@@ -282,5 +286,5 @@ def share_slots(
         if index < len(own):
             yield own[index], True, is_last
         else:
-            # Does not count: sharded ranks gather each other's parameters in every pass.
+            # The result is not counted, but sharded ranks gather each other's parameters in every pass.
             yield (own[0] if own else 0), False, is_last

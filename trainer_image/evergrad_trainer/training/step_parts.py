@@ -1,4 +1,4 @@
-"""Parts of a step: its numbers, its parts, its result, and the sign of life that goes with it."""
+"""The settings, components and outcome of a step, and its heartbeat."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,15 +20,15 @@ from evergrad_trainer.training.buffers import BufferWatch
 from evergrad_trainer.training.phase_clock import HostClock, PhaseClock
 
 LossOf = Callable[[Tensors, Stage], Loss]
-"""The sums of one micro-batch, whose tensors are on the device."""
+"""Computes the sums of one micro-batch, whose tensors are on the device."""
 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """Numbers of a step, the same in every step and world.
+    """Settings that are the same in every step and world.
 
-    ``nominal_weight``: what a step would weigh if every position of its samples counted, the divisor before
-    the weight is known. ``metrics``: the names of a loss's parts.
+    ``nominal_weight``: weight of a step if every position of its samples counts. It is the divisor until the
+    actual weight is known. ``metrics``: names of the parts of a loss.
     """
 
     seed: int
@@ -43,7 +43,7 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class StepParts:
-    """The components one step uses. ``model``: all that is trained."""
+    """The components that a step uses. ``model``: one module that contains all trained modules."""
 
     model: nn.Module
     loss_of: LossOf
@@ -54,19 +54,20 @@ class StepParts:
     schedule: LearningRate
     autocast: Callable[[], AbstractContextManager[object]]
     loss_scale: LossScale | None = None
-    """Loss scale of products in fp16."""
+    """Loss scale of fp16 products; None without one."""
     clock: PhaseClock = field(default_factory=HostClock)
     buffers: BufferWatch = field(default_factory=BufferWatch)
-    """Refuses modules whose buffers a forward pass changes; by default none has any."""
+    """Refuses modules whose buffers change in a forward pass; by default it watches no modules."""
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Result of a step, the same on every rank. ``flags[i]``: some rank raised flag i before the step.
+    """The outcome of a step, the same on every rank.
 
-    ``metrics``: the means of the loss's parts. ``seconds``: by phase, see :class:`PhaseClock`. ``skipped``:
-    one of causes.SKIPS where the step made no update, and ``problems`` says why in words. ``loss_scale``:
-    what the loss was multiplied by, where there is a scale.
+    ``flags[i]``: whether any rank raised flag i before the step. ``metrics``: means of the parts of the loss.
+    ``seconds``: by phase, see :class:`PhaseClock`. ``skipped``: one of causes.SKIPS if the step made no
+    update; ``problems`` then gives the reasons. ``loss_scale``: factor of the loss; None without a loss
+    scale.
     """
 
     step: int
@@ -85,22 +86,22 @@ class StepOutcome:
 
     @property
     def is_non_finite(self) -> bool:
-        """Whether a loss or the gradient norm was not finite."""
+        """Return whether a loss or the gradient norm was not finite."""
         return self.skipped in ("loss", "grad")
 
 
 class StepHeartbeat(Protocol):
-    """Sign of life that says where a step is, and survives the process."""
+    """A heartbeat that records the current slot of a step, and survives the process."""
 
     def beat(self, step: int, slot: int) -> None:
-        """``slot`` of ``step`` is about to be computed."""
+        """Record that ``slot`` of ``step`` is computed next."""
 
     def rest(self) -> None:
-        """This rank's own work is done; what follows are waits for others."""
+        """Record that this rank's own work is done, so that it only waits for other ranks."""
 
 
 class NoHeartbeat:
-    """Signs of life that are discarded."""
+    """A heartbeat that records nothing."""
 
     def beat(self, step: int, slot: int) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Why a step must not update anything, in words that name the step, the slot and its samples."""
+"""Decides why a step must not update anything; the reasons name the step, the slot and its samples."""
 
 import math
 from collections.abc import Callable
@@ -18,13 +18,12 @@ def refuse(
     describe_samples: Callable[[int], str],
     loss_scale: LossScale | None = None,
 ) -> tuple[str | None, tuple[Problem, ...]]:
-    """One of causes.SKIPS with its problems, or None; the same on every rank, from what all of them know
-    alike.
+    """Return one of causes.SKIPS with its problems, or None; the same on every rank, because the inputs are.
 
-    ``overflow``: what kept the gradients from being summed. ``describe_samples``: the samples of a slot, for
-    messages. ``loss_scale``: what the loss was multiplied by.
+    ``overflow``: the problem that prevented the sums of the gradients. ``describe_samples``: names the
+    samples of a slot in messages. ``loss_scale``: the scale that the loss was multiplied by.
     """
-    # Losses first: a loss names its slot and samples, a gradient cannot.
+    # Check losses first: a loss identifies its slot and samples, but a gradient does not.
     losses = tuple(
         Problem(
             f"step {step}, slot {slot}",

@@ -1,4 +1,4 @@
-"""The calls of a task while it trains: its loss, its evaluators, and what it does when a step is finished."""
+"""Calls of the task during training: its loss, its evaluators, and its hooks at the end of a step."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,11 +23,11 @@ from evergrad_trainer.training.step_parts import LossOf, StepOutcome
 _Sums = tuple[torch.Tensor, dict[str, torch.Tensor]]
 _Graph = Callable[[Tensors], _Sums]
 Finish = Callable[[StepOutcome, Stage | None], None]
-"""Finishes the state after a step; the stage is the one that the next step enters, if it enters one."""
+"""Finishes the state after a step. The stage is the one that the next step enters, if it enters one."""
 
 
 def build_loss(opened: Opened, modules: Modules, *, should_compile: bool) -> LossOf:
-    """The task's loss over its modules; compiled, one graph a stage, where that was asked for."""
+    """Return the task's loss over its modules; with ``should_compile``, one graph per stage."""
     task, code = opened.task, opened.code
     compute: LossOf = functools.partial(task.loss, modules)
     if should_compile:
@@ -44,22 +44,22 @@ def build_loss(opened: Opened, modules: Modules, *, should_compile: bool) -> Los
 
 @dataclass(frozen=True)
 class GuardedStream:
-    """The training stream; an error of a task's own source names file and line of its code."""
+    """The training stream. Errors in a task's own source name the file and line of the task's code."""
 
     stream: TrainingStream
     code: Code
 
     def slot(self, step: int, slot: int) -> Batch:
-        """The micro-batch of a slot of a step. Called in the thread of the prefetcher, too."""
+        """Return the micro-batch of a slot of a step. The prefetcher's thread calls this, too."""
         with self.code.guarding("read of its source"):
             return self.stream.slot(step, slot)
 
 
 def _compile_by_stage(opened: Opened, modules: Modules) -> LossOf:
-    """One graph a stage: a graph takes for constant whatever else a stage holds than tensors."""
+    """Compile one graph per stage: a graph treats everything in a stage except tensors as constant."""
 
     def compile_for(stage: Stage) -> _Graph:
-        # Plain values in and out: a class of this package in a graph would be looked into at every call.
+        # Pass plain values in and out: a graph would inspect a class of this package at every call.
         def compute(tensors: Tensors) -> _Sums:
             loss = opened.task.loss(modules, tensors, stage)
             return loss.total, dict(loss.parts)
@@ -77,8 +77,9 @@ def _compile_by_stage(opened: Opened, modules: Modules) -> LossOf:
 
 
 def _check_parts(loss: Loss, parts: Collection[str], stage: Stage, code: Code) -> None:
-    """Every rank sends the same places of one vector, also a rank that has computed nothing."""
-    # Looked at in each slot: a part that is missing in one of them would shift the others' places.
+    """Raise if the loss lacks a declared part or has another one: all ranks fill the same positions of a
+    vector."""
+    # Check this in each slot, because a part that is missing in one slot would shift the other positions.
     names = [name for name in parts if name not in stage.without]
     if loss.parts.keys() == set(names):
         return
@@ -98,9 +99,9 @@ def _check_parts(loss: Loss, parts: Collection[str], stage: Stage, code: Code) -
 def enter_first(
     opened: Opened, modules: Modules, *, seed: int, cut: Sequence[nn.Module] = ()
 ) -> None:
-    """Let the task prepare its modules for the first stage, from the values that they begin with.
+    """Let the task prepare its modules for the first stage, starting from their initial values.
 
-    ``cut``: those of which this rank holds a part.
+    ``cut``: modules of which this rank holds only a part.
     """
     seed_generators(seed, 0, 0, Purpose.FINISHED_STEP)
     with torch.no_grad(), opened.code.guarding("enter"):
@@ -117,17 +118,17 @@ def build_finish(
     cut: Sequence[nn.Module] = (),
     average: Average | None = None,
 ) -> Finish:
-    """Calls of the task on its modules when a step is finished: after an update, and before
-    another stage.
+    """Build the calls of the task at the end of a step: after an update, and before a new stage.
 
-    ``frozen``: hashes of what this rank holds of the frozen modules, as they were built. ``cut``: the modules
-    of which it holds a part. ``average``: takes in the weights of each update.
+    ``frozen``: hashes of the parts of frozen modules that this rank holds, as built. ``cut``: modules of
+    which this rank holds only a part. ``average``: updated with the weights after each update.
     """
     task, code = opened.task, opened.code
 
     @torch.no_grad()
     def finish(outcome: StepOutcome, entered: Stage | None) -> None:
-        # The last slot that this rank has computed left its own random numbers; what is kept is everybody's.
+        # The ranks' generators differ after their last slots; seed them equally, because the kept state is
+        # shared.
         seed_generators(seed, outcome.step, 0, Purpose.FINISHED_STEP)
         if outcome.skipped is None:
             if average is not None:
@@ -141,22 +142,22 @@ def build_finish(
             with code.guarding("enter"):
                 task.enter(modules, entered)
             _free(cut)
-            # Looked at here and not at each step, since it reads all of them: a newcomer builds them again,
-            # and would continue with others.
+            # Check this only here, not in each step, because it reads all frozen modules. A joining rank
+            # builds them again, and would otherwise continue with different ones.
             require_unchanged(modules, frozen, code=code)
 
     return finish
 
 
 def _free(cut: Sequence[nn.Module]) -> None:
-    """Free what the task's passes have left gathered: no backward pass follows that would do so, and whole
-    weights are neither those that were hashed nor those that are saved."""
+    """Reshard modules that the task's passes have left gathered. No backward pass follows that would do it,
+    and whole weights are neither what was hashed nor what is saved."""
     if cut:
         reshard(*cut)
 
 
 def build_measures(opened: Opened, modules: Modules, loss_of: LossOf) -> dict[str, Measure]:
-    """The measurement of each of the task's evaluation sets, by its name."""
+    """Return how to measure each of the task's evaluation sets, by name."""
 
     def build(name: str) -> Measure:
         evaluator = opened.evaluators[name]
@@ -183,15 +184,15 @@ def build_measures(opened: Opened, modules: Modules, loss_of: LossOf) -> dict[st
 def _build_summary(
     name: str, evaluator: Evaluator, metrics: Sequence[str], code: Code
 ) -> Callable[[Mapping[str, float], Stage], Mapping[str, float]]:
-    """How the metrics of an evaluator are made of the means of its parts: each that it declares, and no
-    other."""
+    """Return the function that computes the metrics of an evaluator from the means of its parts. Its result
+    must have exactly the declared metrics."""
 
     def summarize(means: Mapping[str, float], stage: Stage) -> Mapping[str, float]:
         found: Mapping[str, float] = means
         if evaluator.summarize is not None:
             with code.guarding(f"summarize of its evaluator {name}"):
                 found = evaluator.summarize(means)
-        # Observers and the choice of the best checkpoint rely on the names that were declared.
+        # Observers and the selection of the best checkpoint rely on the declared names.
         wanted = [metric for metric in metrics if metric not in stage.without]
         try:
             numbers = {metric: float(value) for metric, value in dict(found).items()}
