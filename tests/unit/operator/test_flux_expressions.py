@@ -34,7 +34,7 @@ def find_check() -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_flux_waits_for_the_end_of_a_run_and_gives_up_where_a_person_must_act() -> None:
+def test_flux_waits_for_the_end_of_a_run_and_fails_if_a_person_must_act() -> None:
     if reason := toolbox.unavailable("fluxhealth"):
         pytest.skip(reason)
     samples = make_samples()
@@ -47,9 +47,7 @@ def test_flux_waits_for_the_end_of_a_run_and_gives_up_where_a_person_must_act() 
     assert set(found.values()) == {"Current", "Failed", "InProgress"}
 
 
-def test_the_expressions_are_for_the_kind_and_name_conditions_that_the_operator_writes() -> (
-    None
-):
+def test_expressions_match_the_kind_and_conditions_that_the_operator_writes() -> None:
     check = find_check()
     run = make_samples()["complete"]
     assert (check["apiVersion"], check["kind"]) == (run["apiVersion"], run["kind"])

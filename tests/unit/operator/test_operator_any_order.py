@@ -89,7 +89,7 @@ def check(world: Simulation) -> None:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(EVENTS, max_size=16))
-def test_no_order_of_events_makes_two_pods_of_one_node_or_trains_a_run_that_is_over(
+def test_event_order_never_duplicates_a_node_pod_or_restarts_an_ended_run(
     events: list[tuple[Any, ...]],
 ) -> None:
     world = Simulation(make_run(nodes={"min": 1, "max": 3}))
@@ -116,7 +116,7 @@ def test_no_order_of_events_makes_two_pods_of_one_node_or_trains_a_run_that_is_o
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(EVENTS, st.one_of(st.none(), st.integers(0, 6))), max_size=12))
-def test_an_operator_that_dies_anywhere_breaks_nothing(
+def test_an_operator_that_exits_at_any_point_leaves_a_consistent_run(
     events: list[tuple[Any, int | None]],
 ) -> None:
     world = Simulation(make_run(nodes={"min": 1, "max": 3}))
@@ -242,7 +242,7 @@ def follow(world: Simulation) -> tuple[list[str], list[str], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: str(change.__name__))
-def test_an_operator_killed_between_any_two_writes_comes_to_the_same_children_and_status(
+def test_an_operator_killed_between_two_writes_reaches_the_same_children_and_status(
     change: Any,
 ) -> None:
     begun = Simulation().run()

@@ -78,7 +78,7 @@ def put_profile(simulation: Simulation, text: str) -> None:
         ),
     ],
 )
-def test_another_image_or_class_is_refused_by_the_webhook_and_before_the_first_pod(
+def test_a_forbidden_image_or_class_is_refused_by_webhook_and_before_the_first_pod(
     spec: dict[str, Any], message: str
 ) -> None:
     (problem,) = find_problems(make_run(**spec), None, BOUNDED.installation)
@@ -89,7 +89,7 @@ def test_another_image_or_class_is_refused_by_the_webhook_and_before_the_first_p
     assert simulation.status["message"] == message
 
 
-def test_an_image_is_allowed_by_its_beginning_and_a_class_by_its_whole_name() -> None:
+def test_an_image_is_allowed_by_prefix_and_a_class_by_its_whole_name() -> None:
     rules = BOUNDED.installation
     template = {"priorityClassName": "low", "initContainers": [fetcher("localhost/x:1")]}
     assert find_refusals(make_run(image=GOOD, template=template), rules) == ()
@@ -101,7 +101,7 @@ def test_an_image_is_allowed_by_its_beginning_and_a_class_by_its_whole_name() ->
         assert len(find_refusals(make_run(**spec), rules)) == 1, spec
 
 
-def test_the_image_of_the_installation_is_that_of_runs_that_name_none() -> None:
+def test_the_installation_image_is_allowed_if_the_run_sets_no_image() -> None:
     simulation = begun(template={"initContainers": [fetcher(None)]})
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
@@ -114,7 +114,7 @@ def test_an_installation_without_lists_allows_all_images_and_classes() -> None:
 @pytest.mark.parametrize(
     "template", [7, {"initContainers": 7}, {"initContainers": [7, {"image": 7}]}]
 )
-def test_a_template_of_any_shape_is_left_to_the_rules_of_the_file(template: Any) -> None:
+def test_a_malformed_template_is_left_to_the_manifest_validation(template: Any) -> None:
     assert find_refusals(make_run(template=template), BOUNDED.installation) == ()
 
 
@@ -135,7 +135,7 @@ def test_a_template_of_any_shape_is_left_to_the_rules_of_the_file(template: Any)
         ),
     ],
 )
-def test_the_profile_of_a_namespace_may_name_only_what_its_runs_may_name(
+def test_a_namespace_profile_may_set_only_what_its_runs_may_set(
     defaults: dict[str, Any], path: str
 ) -> None:
     simulation = begun(profile=json.dumps({"defaults": defaults}))
@@ -155,9 +155,7 @@ def of_installation(**defaults: Any) -> Any:
     return replace(BOUNDED, profiles=json.dumps({"default": {"defaults": defaults}}))
 
 
-def test_a_profile_of_the_installation_may_name_more_also_for_runs_that_have_begun() -> (
-    None
-):
+def test_an_installation_profile_may_set_more_for_runs_that_have_started_too() -> None:
     template = {"priorityClassName": "high", "initContainers": [fetcher(BAD)]}
     simulation = begun(of_installation(image=BAD, template=template))
     assert simulation.pods() == ["run-0-0", "run-1-0"]
@@ -175,7 +173,7 @@ def test_a_profile_of_the_installation_may_name_more_also_for_runs_that_have_beg
     assert (pod["initContainers"][0]["image"], pod["priorityClassName"]) == (BAD, "high")
 
 
-def test_what_one_profile_of_the_installation_names_is_allowed_to_no_run_of_another() -> (
+def test_a_value_allowed_by_one_installation_profile_is_refused_to_runs_of_another() -> (
     None
 ):
     named = {"big": {"defaults": {"image": BAD}}, "default": {}}
@@ -207,7 +205,7 @@ def take_earlier_note(simulation: Simulation) -> None:
 
 
 @pytest.mark.parametrize("own", ["", "defaults: {ttlSecondsAfterFinished: 5}"])
-def test_a_run_of_an_earlier_version_may_have_what_its_installations_profile_names(
+def test_a_run_of_an_earlier_version_may_use_values_of_its_installation_profile(
     own: str,
 ) -> None:
     template = {"priorityClassName": "high", "initContainers": [fetcher(BAD)]}
@@ -228,7 +226,9 @@ def test_a_run_of_an_earlier_version_may_have_what_its_installations_profile_nam
     assert (pod["initContainers"][0]["image"], pod["priorityClassName"]) == (BAD, "high")
 
 
-def test_a_run_of_an_earlier_version_may_not_have_what_only_its_namespace_names() -> None:
+def test_a_run_of_an_earlier_version_may_not_use_values_of_its_namespace_profile_alone() -> (
+    None
+):
     config = of_installation(template={"initContainers": [fetcher("other.example.com/a")]})
     simulation = begun(
         replace(config, allowed_images=()), json.dumps({"defaults": {"image": BAD}})
@@ -246,7 +246,7 @@ def test_a_run_of_an_earlier_version_may_not_have_what_only_its_namespace_names(
 
 
 @pytest.mark.parametrize("is_of_profile", [False, True])
-def test_a_list_that_is_made_shorter_gives_runs_no_further_pods(
+def test_a_shortened_list_stops_further_pods_of_affected_runs(
     is_of_profile: bool,
 ) -> None:
     named = {"image": BAD}
@@ -273,9 +273,7 @@ def test_a_list_that_is_made_shorter_gives_runs_no_further_pods(
     assert "run-1-1" not in simulation.pods()
 
 
-def test_a_restart_does_not_take_an_image_that_the_namespace_has_put_into_its_profile() -> (
-    None
-):
+def test_a_restart_refuses_an_image_that_only_the_namespace_profile_sets() -> None:
     simulation = begun()
     simulation.start_pods()
     simulation.settle()
@@ -293,7 +291,7 @@ def test_a_restart_does_not_take_an_image_that_the_namespace_has_put_into_its_pr
     assert BAD not in images
 
 
-def test_a_run_of_before_the_list_can_still_be_suspended_and_changed() -> None:
+def test_a_run_older_than_the_list_can_still_be_suspended_and_changed() -> None:
     status = {"recipeHash": "a" * 64}
     old = {**make_run(image=BAD), "status": status}
     for change in ({"suspend": True}, {"restartNonce": "2"}):
@@ -307,7 +305,7 @@ def test_a_run_of_before_the_list_can_still_be_suspended_and_changed() -> None:
     assert problem.path == "spec.template.priorityClassName"
 
 
-def test_a_run_that_the_list_has_kept_from_beginning_can_be_made_smaller() -> None:
+def test_a_run_that_the_list_keeps_from_starting_can_be_made_smaller() -> None:
     status = {"reason": "InvalidSpec"}
     old = {**make_run(image=BAD, nodes={"min": 1, "max": 2}), "status": status}
     new = {**make_run(image=BAD, nodes={"min": 1, "max": 1}), "status": status}

@@ -45,7 +45,7 @@ def cache() -> InformerCache:
     return InformerCache(clock=lambda: 0.0)
 
 
-def test_an_older_version_never_takes_the_place_of_a_newer_one(
+def test_an_older_version_never_replaces_a_newer_one(
     cache: InformerCache,
 ) -> None:
     assert cache.see(PODS, pod(version=12, phase="Running"), is_watched=True) == (KEY,)
@@ -58,13 +58,13 @@ def test_versions_are_compared_as_numbers(cache: InformerCache) -> None:
     assert cache.see(PODS, pod(version=100, phase="Running")) == (KEY,)
 
 
-def test_the_watch_of_what_was_answered_before_is_no_news(cache: InformerCache) -> None:
+def test_a_watch_event_of_a_known_version_concerns_no_run(cache: InformerCache) -> None:
     assert cache.see(RUNS, run(version=20)) == (KEY,)
     assert cache.see(RUNS, run(version=20), is_watched=True) == ()
 
 
 @pytest.mark.parametrize("is_watched", [True, False])
-def test_a_gate_that_the_answer_to_a_creation_lacks_is_news_in_the_same_version(
+def test_a_scheduling_gate_missing_from_the_create_response_is_a_change_of_the_same_version(
     cache: InformerCache, is_watched: bool
 ) -> None:
     gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
@@ -78,14 +78,14 @@ def test_a_gate_that_the_answer_to_a_creation_lacks_is_news_in_the_same_version(
     assert cache.pods(KEY)[0]["status"]["conditions"] == [gated]
 
 
-def test_what_was_deleted_does_not_come_back_by_a_late_answer(cache: InformerCache) -> None:
+def test_a_late_response_does_not_restore_a_deleted_object(cache: InformerCache) -> None:
     cache.see(PODS, pod(version=10))
     assert cache.see(PODS, pod(version=12), is_deleted=True, is_watched=True) == (KEY,)
     assert cache.see(PODS, pod(version=11)) == ()
     assert cache.pods(KEY) == ()
 
 
-def test_an_object_that_was_pruned_does_not_come_back_by_an_older_list(
+def test_an_older_list_does_not_restore_a_pruned_object(
     cache: InformerCache,
 ) -> None:
     cache.see(PODS, pod(version=10), is_watched=True)
@@ -94,7 +94,7 @@ def test_an_object_that_was_pruned_does_not_come_back_by_an_older_list(
     assert cache.pods(KEY) == ()
 
 
-def test_an_object_whose_label_was_taken_away_comes_back_when_the_label_does(
+def test_an_object_returns_to_the_cache_if_its_label_returns(
     cache: InformerCache,
 ) -> None:
     cache.see(PODS, pod(version=10), is_watched=True)
@@ -104,7 +104,9 @@ def test_an_object_whose_label_was_taken_away_comes_back_when_the_label_does(
     assert [one["metadata"]["uid"] for one in cache.pods(KEY)] == ["u1"]
 
 
-def test_a_claim_that_lost_its_label_is_still_the_runs_claim(cache: InformerCache) -> None:
+def test_a_claim_without_its_label_is_still_the_claim_of_the_run(
+    cache: InformerCache,
+) -> None:
     claim = {
         "metadata": {"name": "run", "namespace": "ns", "uid": "p", "resourceVersion": "12"},
         "spec": {},
@@ -116,7 +118,9 @@ def test_a_claim_that_lost_its_label_is_still_the_runs_claim(cache: InformerCach
     assert cache.claim(*KEY) is not None
 
 
-def test_a_late_answer_about_an_older_namesake_is_no_news_and_no_watch_owes_it() -> None:
+def test_a_late_response_about_an_older_namesake_is_ignored_and_not_expected_from_the_watch() -> (
+    None
+):
     now = 0.0
     cache = InformerCache(clock=lambda: now)
     cache.see(RUNS, run(uid="new", version=20), is_watched=True)
@@ -127,14 +131,16 @@ def test_a_late_answer_about_an_older_namesake_is_no_news_and_no_watch_owes_it()
     assert cache.expectations.lag()[RUNS] == 0.0
 
 
-def test_the_end_of_an_object_does_not_remove_its_namesake(cache: InformerCache) -> None:
+def test_deletion_of_an_object_does_not_remove_its_namesake(cache: InformerCache) -> None:
     cache.see(RUNS, run(uid="new", version=20))
     cache.see(RUNS, run(uid="old", version=19), is_deleted=True, is_watched=True)
     found = cache.run(KEY)
     assert found is not None and found["metadata"]["uid"] == "new"
 
 
-def test_a_list_prunes_what_the_watch_never_said_was_gone(cache: InformerCache) -> None:
+def test_a_list_prunes_objects_whose_deletion_the_watch_missed(
+    cache: InformerCache,
+) -> None:
     cache.see(PODS, pod("run-0-0", uid="a", version=10), is_watched=True)
     cache.see(PODS, pod("run-1-0", uid="b", version=11), is_watched=True)
     changed = cache.replace(
@@ -147,7 +153,7 @@ def test_a_list_prunes_what_the_watch_never_said_was_gone(cache: InformerCache) 
     assert [one["metadata"]["name"] for one in cache.pods(KEY)] == ["run-0-0"]
 
 
-def test_a_list_leaves_what_is_newer_than_itself_and_what_it_does_not_span(
+def test_a_list_keeps_newer_objects_and_objects_outside_its_scope(
     cache: InformerCache,
 ) -> None:
     cache.see(PODS, pod("run-0-0", uid="a", version=60), is_watched=True)
@@ -160,7 +166,7 @@ def test_a_list_leaves_what_is_newer_than_itself_and_what_it_does_not_span(
     assert [one["metadata"]["name"] for one in cache.pods(KEY)] == ["run-0-0"]
 
 
-def test_a_list_that_says_nothing_new_concerns_nobody(cache: InformerCache) -> None:
+def test_a_list_without_changes_concerns_no_run(cache: InformerCache) -> None:
     cache.see(PODS, pod(version=10), is_watched=True)
     cache.see(RUNS, run(version=9), is_watched=True)
     assert (
@@ -173,7 +179,7 @@ def test_a_list_that_says_nothing_new_concerns_nobody(cache: InformerCache) -> N
     )
 
 
-def test_runs_on_one_claim_know_each_other_and_all_hear_of_the_claim(
+def test_runs_that_share_a_claim_see_each_other_and_are_queued_if_the_claim_changes(
     cache: InformerCache,
 ) -> None:
     for name, identity in (("a", "a"), ("b", "b"), ("shared", "c"), ("d", "d")):
@@ -203,7 +209,7 @@ def test_runs_on_one_claim_know_each_other_and_all_hear_of_the_claim(
     assert [one["metadata"]["name"] for one in cache.others(("ns", "a"))] == ["shared"]
 
 
-def test_a_run_that_mounts_the_claim_of_another_is_a_user_of_it_until_it_is_gone(
+def test_a_run_that_mounts_the_claim_of_another_run_counts_as_user_until_deleted(
     cache: InformerCache,
 ) -> None:
     def mounting(version: int, claim: str) -> dict[str, Any]:
@@ -234,7 +240,7 @@ def test_a_run_that_mounts_the_claim_of_another_is_a_user_of_it_until_it_is_gone
     assert not index._mounters
 
 
-def test_a_claim_that_no_watch_shows_is_kept_for_as_long_as_a_run_names_it(
+def test_a_claim_that_no_watch_shows_is_cached_while_a_run_refers_to_it(
     cache: InformerCache,
 ) -> None:
     index = cache.claim_index
@@ -264,7 +270,9 @@ def test_a_claim_that_no_watch_shows_is_kept_for_as_long_as_a_run_names_it(
     assert not index._keepers and not index._fetched_at
 
 
-def test_a_claim_of_the_runs_own_stays_when_the_run_goes(cache: InformerCache) -> None:
+def test_the_claim_of_a_run_stays_cached_after_the_run_is_deleted(
+    cache: InformerCache,
+) -> None:
     metadata = {"name": "run", "namespace": "ns", "uid": "p", "resourceVersion": "12"}
     claim = {
         "metadata": {**metadata, "labels": {"evergrad.dev/run": "run"}},
@@ -277,7 +285,7 @@ def test_a_claim_of_the_runs_own_stays_when_the_run_goes(cache: InformerCache) -
     assert cache.claim(*KEY) is not None
 
 
-def test_only_runs_whose_folders_overlap_hear_of_each_other_and_only_of_what_concerns_them(
+def test_only_runs_with_overlapping_folders_are_queued_for_changes_of_each_other(
     cache: InformerCache,
 ) -> None:
     def at(name: str, path: str, version: int, phase: str = "Pending") -> dict[str, Any]:
@@ -306,7 +314,7 @@ def test_only_runs_whose_folders_overlap_hear_of_each_other_and_only_of_what_con
     )
 
 
-def test_children_are_kept_by_kind_and_name_and_go_with_a_list(
+def test_children_are_cached_by_kind_and_name_and_removed_by_a_list(
     cache: InformerCache,
 ) -> None:
     metadata = {**pod("run-config")["metadata"], "uid": "c", "resourceVersion": "5"}
@@ -319,7 +327,7 @@ def test_children_are_kept_by_kind_and_name_and_go_with_a_list(
     assert cache.store.known() == set()
 
 
-def test_an_answer_that_the_watch_does_not_show_makes_the_watch_late() -> None:
+def test_a_watch_is_late_until_it_shows_the_response_of_a_write() -> None:
     now = [100.0]
     cache = InformerCache(clock=lambda: now[0])
     cache.see(PODS, pod(version=10))
@@ -331,7 +339,7 @@ def test_an_answer_that_the_watch_does_not_show_makes_the_watch_late() -> None:
     assert cache.expectations.lag() == {RUNS: 0.0, PODS: 0.0}
 
 
-def test_a_slimmed_pod_keeps_what_is_read_and_drops_the_rest() -> None:
+def test_a_slimmed_pod_keeps_the_fields_that_are_read_and_drops_the_rest() -> None:
     raw = pod(
         phase="Running",
         podIP="10.0.0.1",
@@ -361,7 +369,7 @@ def test_a_slimmed_pod_keeps_what_is_read_and_drops_the_rest() -> None:
 
 
 @pytest.mark.parametrize("resource", [RUNS, PODS])
-def test_an_answer_that_the_watch_has_shown_already_is_not_owed_by_it(
+def test_a_response_that_the_watch_has_already_shown_is_not_expected_again(
     resource: str,
 ) -> None:
     now = [0.0]
@@ -377,7 +385,7 @@ def test_an_answer_that_the_watch_has_shown_already_is_not_owed_by_it(
     assert cache.expectations.lag()[resource] == 0.0
 
 
-def test_nothing_is_owed_of_what_is_gone(cache: InformerCache) -> None:
+def test_deleted_objects_are_not_expected_from_the_watch(cache: InformerCache) -> None:
     now = [0.0]
     cache = InformerCache(clock=lambda: now[0])
     cache.see(PODS, pod("run-0-0", uid="a", version=10))
@@ -403,7 +411,7 @@ def test_nothing_is_owed_of_what_is_gone(cache: InformerCache) -> None:
     assert cache.expectations.lag() == {PODS: 0.0, RUNS: 0.0}
 
 
-def test_a_watch_that_shows_nothing_is_late_however_often_its_object_is_written() -> None:
+def test_lateness_of_a_silent_watch_grows_although_its_object_is_written_again() -> None:
     now = [0.0]
     cache = InformerCache(clock=lambda: now[0])
     for version in range(10, 30):
@@ -412,7 +420,7 @@ def test_a_watch_that_shows_nothing_is_late_however_often_its_object_is_written(
     assert cache.expectations.lag()[RUNS] == 200.0
 
 
-def test_the_last_state_of_a_pod_that_is_gone_is_kept_for_a_moment() -> None:
+def test_the_last_state_of_a_deleted_pod_is_kept_for_a_bounded_time() -> None:
     now = 100.0
     cache = InformerCache(clock=lambda: now)
     cache.see(PODS, pod(version=10, phase="Running"), is_watched=True)
@@ -432,7 +440,7 @@ def test_the_last_state_of_a_pod_that_is_gone_is_kept_for_a_moment() -> None:
     assert cache.gone(KEY) == []
 
 
-def test_pods_that_are_gone_are_forgotten_also_of_runs_that_lose_no_more() -> None:
+def test_deleted_pods_are_forgotten_if_their_run_loses_no_more_pods() -> None:
     now = 100.0
     cache = InformerCache(clock=lambda: now)
     other = pod("other-0-0", uid="u2")

@@ -51,7 +51,7 @@ def test_a_coordinator_that_is_silent_for_ten_seconds_is_replaced_and_its_nodes_
     assert world.status["failures"].get("withoutProgress", 0) == 0
 
 
-def test_the_next_coordinator_is_not_replaced_for_the_silence_of_the_last() -> None:
+def test_a_new_coordinator_is_not_replaced_for_the_silence_of_its_predecessor() -> None:
     world = begin()
     world.fall_silent(is_host_dead=True)
     world.now += 11
@@ -74,7 +74,7 @@ def test_the_next_coordinator_is_not_replaced_for_the_silence_of_the_last() -> N
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_a_coordinator_is_kept_while_it_may_be_well(change: dict[str, Any]) -> None:
+def test_a_coordinator_is_kept_while_it_may_be_healthy(change: dict[str, Any]) -> None:
     world = begin()
     silence = Silence(
         0,
@@ -95,7 +95,7 @@ def test_a_coordinator_is_kept_while_it_may_be_well(change: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("is_before", [True, False])
 @pytest.mark.parametrize("number", range(3))
-def test_an_operator_killed_while_it_replaces_a_silent_coordinator_makes_one_successor(
+def test_an_operator_killed_while_it_replaces_a_silent_coordinator_creates_one_successor(
     number: int, is_before: bool
 ) -> None:
     world = begin()
@@ -121,7 +121,7 @@ def test_an_operator_killed_while_it_replaces_a_silent_coordinator_makes_one_suc
     ("followed", "silent", "is_alone"),
     [(1, 1, True), (2, 1, True), (4, 3, False), (3, 3, False)],
 )
-def test_who_hears_hardly_anybody_takes_itself_for_the_one_that_is_cut_off(
+def test_an_operator_that_reaches_hardly_any_coordinator_assumes_that_it_is_isolated(
     followed: int, silent: int, is_alone: bool
 ) -> None:
     known = Coordinators()
@@ -143,7 +143,7 @@ def test_who_hears_hardly_anybody_takes_itself_for_the_one_that_is_cut_off(
         (EOFError(), False),
     ],
 )
-def test_a_host_that_answers_in_any_way_is_alive(
+def test_a_host_that_sends_any_response_is_alive(
     cause: Exception, has_timed_out: bool
 ) -> None:
     known = Coordinators()

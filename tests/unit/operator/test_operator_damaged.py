@@ -193,7 +193,7 @@ def make_run(status: Any, **metadata: Any) -> dict[str, Any]:
 @example(GIVEN)
 @example(LATE)
 @example(FIRST)
-def test_every_status_can_be_read_and_is_written_as_it_was_read(status: Any) -> None:
+def test_every_status_is_written_as_it_was_read(status: Any) -> None:
     memory = parse_memory(status if isinstance(status, dict) else {})
     built = build_memory(memory)
     json.dumps(built, allow_nan=False)
@@ -207,7 +207,7 @@ def test_every_status_can_be_read_and_is_written_as_it_was_read(status: Any) -> 
 @example({"ended": TEXTS[8], "attempts": TEXTS[9]})
 @example({"coordinatorRestarts": dump({"a": 2**62}), "gang": "9" * 12})
 @example({"evaluation": dump({"attempt": 1, "at": 1e300, "pending": [10**400]})})
-def test_what_is_read_of_damaged_notes_can_be_written_again(notes: Any) -> None:
+def test_values_read_from_damaged_notes_can_be_written_again(notes: Any) -> None:
     built = build_memory(parse_memory({"memory": notes, "conditions": [{}]}))
     # Texts that no status can hold were in none: those are left as they are.
     assert all(
@@ -222,14 +222,14 @@ def test_what_is_read_of_damaged_notes_can_be_written_again(notes: Any) -> None:
 @example("9999-12-31T23:59:59-12:00")
 @example("0001-01-01T00:00:00+12:00")
 @example("0987-06-05T04:03:02Z")
-def test_every_time_that_is_read_can_be_written(value: Any) -> None:
+def test_every_timestamp_that_can_be_read_can_be_written(value: Any) -> None:
     seconds = parse_time(value)
     if seconds is not None:
         assert parse_time(format_time(seconds)) == int(seconds)
 
 
 @given(PACKED.map(dump) | ODD.map(str))
-def test_hosts_are_read_from_any_text(text: str) -> None:
+def test_hosts_can_be_parsed_from_any_text(text: str) -> None:
     hosts = parse_hosts(text)
     assert all(host.isascii() and at >= 0 for host, at in hosts.items())
     index = HostIndex()
@@ -252,7 +252,7 @@ def damaged_run(text: str) -> dict[str, Any]:
 @example(HUGE, LISTED)
 @example({"progress": {"step": 10**400, "totalSteps": 1}}, {})
 @example({"restarts": {"byCause": {"a": 10**400}}}, {})
-def test_no_status_breaks_the_cache_the_metrics_or_the_page(
+def test_damaged_status_does_not_break_the_cache_the_metrics_or_the_page(
     first: Any, second: Any
 ) -> None:
     cache = InformerCache()
@@ -283,7 +283,9 @@ LABELS = st.dictionaries(
     {},
     {},
 )
-def test_no_metadata_break_the_cache(labels: Any, annotations: Any, storage: Any) -> None:
+def test_damaged_metadata_do_not_break_the_cache(
+    labels: Any, annotations: Any, storage: Any
+) -> None:
     cache = InformerCache()
     metadata = {"labels": labels, "annotations": annotations}
     for resource in (RUNS, PODS, CLAIMS, CHILDREN):
@@ -295,7 +297,7 @@ def test_no_metadata_break_the_cache(labels: Any, annotations: Any, storage: Any
         assert pod is None or pod.index < 10_000
 
 
-def test_a_pods_index_that_no_run_can_have_is_passed_over() -> None:
+def test_a_pod_index_that_no_run_can_have_is_ignored() -> None:
     labels = {"evergrad.dev/role": "node", "evergrad.dev/attempt": "0"}
     raw = make_run({}, labels={**labels, "evergrad.dev/index": "999999999"})
     assert parse_pod(raw) is None
@@ -305,7 +307,7 @@ def test_a_pods_index_that_no_run_can_have_is_passed_over() -> None:
 
 
 @pytest.mark.parametrize("status", DAMAGED)
-def test_a_damaged_status_ends_no_watch_no_start_and_no_other_run(
+def test_a_damaged_status_does_not_stop_watches_startup_or_other_runs(
     status: dict[str, Any],
 ) -> None:
     simulation = Simulation()
@@ -322,7 +324,7 @@ def test_a_damaged_status_ends_no_watch_no_start_and_no_other_run(
     assert simulation.pods()
 
 
-def test_an_object_that_cannot_be_taken_in_is_named_and_the_others_are(
+def test_an_object_that_the_cache_cannot_store_is_logged_and_the_others_are_stored(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = InformerCache()
@@ -377,7 +379,7 @@ def edit_record(simulation: Simulation, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize("epoch", LARGE)
-def test_an_edited_epoch_of_a_record_leads_to_one_coordinator(epoch: int) -> None:
+def test_an_edited_epoch_in_a_record_leads_to_one_coordinator(epoch: int) -> None:
     simulation = make_trained()
     edit_record(simulation, epoch=epoch)
     lose_coordinator(simulation)
@@ -397,7 +399,7 @@ def test_an_edited_epoch_of_a_record_leads_to_one_coordinator(epoch: int) -> Non
         lambda attempt: {"attempt": attempt},
     ],
 )
-def test_an_edited_attempt_of_a_status_leads_to_as_many_pods_as_before(
+def test_an_edited_attempt_in_a_status_does_not_change_the_number_of_pods(
     status: Any, attempt: int
 ) -> None:
     simulation = make_trained()
@@ -414,7 +416,7 @@ def test_an_edited_attempt_of_a_status_leads_to_as_many_pods_as_before(
     assert all(int(name.rpartition("-")[2]) <= 10**8 + 9 for name in simulation.pods())
 
 
-def test_an_attempt_up_to_the_bound_is_believed_and_its_successors_are_read() -> None:
+def test_an_attempt_within_the_bound_is_accepted_and_its_successors_are_read() -> None:
     for role, most in (("node", 10**8), ("coordinator", 500_000)):
         labels = {"role": role, "index": "0", "attempt": str(most + 1000)}
         prefixed = {f"evergrad.dev/{key}": value for key, value in labels.items()}
@@ -456,7 +458,9 @@ def share_claim(simulation: Simulation, text: str) -> None:
         '{"path":"\\ud800","recipe":3}',
     ],
 )
-def test_a_damaged_record_of_another_run_ends_no_pass_on_a_shared_volume(text: str) -> None:
+def test_a_damaged_record_of_another_run_does_not_end_a_pass_on_a_shared_volume(
+    text: str,
+) -> None:
     simulation = Simulation()
     share_claim(simulation, text)
     simulation.create_run(storage={"claimName": "shared"})
@@ -466,7 +470,7 @@ def test_a_damaged_record_of_another_run_ends_no_pass_on_a_shared_volume(text: s
 
 @pytest.mark.parametrize("at", [*TIMES, "x", 3, None, [[]]])
 @pytest.mark.parametrize("step", [7, True, -1, 10**30, None])
-def test_a_damaged_end_in_a_record_is_still_an_end(at: Any, step: Any) -> None:
+def test_a_damaged_end_in_a_record_still_counts_as_an_end(at: Any, step: Any) -> None:
     simulation = make_trained()
     edit_record(simulation, complete={"at": at, "step": step})
     simulation.settle()

@@ -94,7 +94,7 @@ def shown(simulation: Simulation) -> dict[str, Any]:
 
 
 @pytest.mark.capability("C-2")
-def test_each_checkpoint_gets_one_pod_and_its_results_stand_in_the_status_to_the_last_bit(
+def test_each_checkpoint_gets_one_pod_and_its_exact_results_are_in_the_status(
     simulation: Simulation,
 ) -> None:
     assert simulation.pods("evaluation") == []
@@ -116,7 +116,7 @@ def test_each_checkpoint_gets_one_pod_and_its_results_stand_in_the_status_to_the
     assert simulation.status["restarts"]["total"] == 0
 
 
-def test_one_pod_at_a_time_takes_the_oldest_checkpoint_and_finds_what_was_never_reported(
+def test_evaluation_takes_the_oldest_checkpoint_first_and_finds_unreported_checkpoints(
     simulation: Simulation,
 ) -> None:
     publish(simulation, 4)
@@ -137,7 +137,7 @@ def test_one_pod_at_a_time_takes_the_oldest_checkpoint_and_finds_what_was_never_
     )
 
 
-def test_an_older_checkpoint_that_is_found_later_does_not_hide_the_newest(
+def test_a_late_result_of_an_older_checkpoint_does_not_hide_the_newest(
     simulation: Simulation,
 ) -> None:
     publish(simulation, 4)
@@ -152,7 +152,7 @@ def test_an_older_checkpoint_that_is_found_later_does_not_hide_the_newest(
     assert float(result["values"]["loss"]) == ROW["loss"]
 
 
-def test_the_pod_has_its_own_resources_and_needs_neither_the_token_nor_the_file(
+def test_the_evaluation_pod_has_its_own_resources_and_no_token_or_manifest(
     simulation: Simulation,
 ) -> None:
     publish(simulation, 2)
@@ -176,7 +176,7 @@ def test_the_pod_has_its_own_resources_and_needs_neither_the_token_nor_the_file(
 
 
 @pytest.mark.parametrize("code", [75, 137, 143])
-def test_a_pod_that_is_lost_is_followed_by_another_of_the_same_checkpoint(
+def test_a_lost_evaluation_pod_is_replaced_for_the_same_checkpoint(
     simulation: Simulation, code: int
 ) -> None:
     publish(simulation, 2)
@@ -199,7 +199,7 @@ def refuse_pods(simulation: Simulation, part: str) -> None:
     simulation.store.before = before
 
 
-def test_a_refused_evaluation_keeps_no_node_and_no_coordinator_from_being_replaced(
+def test_a_refused_evaluation_pod_does_not_block_replacement_of_nodes_or_coordinator(
     simulation: Simulation,
 ) -> None:
     refuse_pods(simulation, "evaluate")
@@ -218,7 +218,7 @@ def test_a_refused_evaluation_keeps_no_node_and_no_coordinator_from_being_replac
     assert simulation.refused() == [("create", "run-evaluate-2-0", "Forbidden")]
 
 
-def test_a_refused_node_does_not_keep_a_checkpoint_from_being_evaluated(
+def test_a_refused_node_pod_does_not_block_the_evaluation_of_a_checkpoint(
     simulation: Simulation,
 ) -> None:
     refuse_pods(simulation, "run-1-")
@@ -230,7 +230,7 @@ def test_a_refused_node_does_not_keep_a_checkpoint_from_being_evaluated(
     assert simulation.pods("evaluation") == ["run-evaluate-2-0"]
 
 
-def test_a_mistake_is_final_for_the_evaluation_alone_until_the_run_is_edited(
+def test_a_user_error_ends_only_the_evaluation_until_the_run_is_edited(
     simulation: Simulation,
 ) -> None:
     publish(simulation, 2)
@@ -256,7 +256,7 @@ def test_a_mistake_is_final_for_the_evaluation_alone_until_the_run_is_edited(
     )
 
 
-def test_an_evaluation_that_fails_too_often_gives_up_and_names_its_own_limit(
+def test_repeated_evaluation_failures_stop_at_the_limit_of_the_evaluation_and_name_it(
     simulation: Simulation,
 ) -> None:
     publish(simulation, 2)
@@ -275,7 +275,7 @@ def test_an_evaluation_that_fails_too_often_gives_up_and_names_its_own_limit(
     assert simulation.pods("evaluation") == ["run-evaluate-2-3"]
 
 
-def test_a_failed_evaluation_pauses_before_its_next_pod(simulation: Simulation) -> None:
+def test_a_failed_evaluation_waits_before_its_next_pod(simulation: Simulation) -> None:
     publish(simulation, 2)
     for attempt in range(2):
         start(simulation)
@@ -291,7 +291,7 @@ def test_a_failed_evaluation_pauses_before_its_next_pod(simulation: Simulation) 
     assert "run-evaluate-2-2" in simulation.pods("evaluation")
 
 
-def test_trouble_of_a_host_costs_no_failure_and_the_next_pod_keeps_away_from_it(
+def test_a_host_fault_counts_no_evaluation_failure_and_the_next_pod_avoids_the_host(
     simulation: Simulation,
 ) -> None:
     publish(simulation, 2)
@@ -306,7 +306,7 @@ def test_trouble_of_a_host_costs_no_failure_and_the_next_pod_keeps_away_from_it(
     assert '"n1"' in json.dumps(wishes)
 
 
-def test_a_checkpoint_that_cannot_be_read_is_passed_over_with_an_event(
+def test_an_unreadable_checkpoint_is_skipped_with_an_event(
     simulation: Simulation,
 ) -> None:
     publish(simulation, 2)
@@ -321,7 +321,7 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over_with_an_event(
     assert reasons == ["CheckpointPassedOver"]
 
 
-def test_an_image_that_leaves_no_report_is_not_tried_for_ever(
+def test_an_image_that_writes_no_report_is_not_retried_without_limit(
     simulation: Simulation,
 ) -> None:
     publish(simulation, 2)
@@ -332,9 +332,7 @@ def test_an_image_that_leaves_no_report_is_not_tried_for_ever(
     assert "left no results" in shown(simulation)["message"]
 
 
-def test_the_last_checkpoint_is_evaluated_after_the_run_is_complete_and_before_it_is_cleaned() -> (
-    None
-):
+def test_the_last_checkpoint_is_evaluated_after_completion_and_before_cleanup() -> None:
     simulation = make(ttlSecondsAfterFinished=0)
     complete(simulation)
     assert simulation.status["phase"] == "Complete"
@@ -354,7 +352,7 @@ def test_the_last_checkpoint_is_evaluated_after_the_run_is_complete_and_before_i
     assert ("configmaps", "run-config") not in [one[:2] for one in simulation.children()]
 
 
-def test_suspension_deletes_the_pod_and_the_resumed_run_goes_on_with_the_same_checkpoint(
+def test_suspension_deletes_the_pod_and_a_resumed_run_evaluates_the_same_checkpoint(
     simulation: Simulation,
 ) -> None:
     publish(simulation, 2)
@@ -379,7 +377,7 @@ def test_suspension_deletes_the_pod_and_the_resumed_run_goes_on_with_the_same_ch
     assert simulation.pods("evaluation") == ["run-evaluate-2-1"]
 
 
-def test_without_the_section_the_pod_leaves_and_training_goes_on_after_a_restart(
+def test_removing_the_section_deletes_the_pod_and_training_continues_after_a_restart(
     simulation: Simulation,
 ) -> None:
     publish(simulation, 2)
@@ -393,7 +391,7 @@ def test_without_the_section_the_pod_leaves_and_training_goes_on_after_a_restart
     assert simulation.pods() == ["run-0-1", "run-1-1"]
 
 
-def test_a_run_that_is_deleted_gets_no_further_pod(simulation: Simulation) -> None:
+def test_a_deleted_run_gets_no_further_evaluation_pod(simulation: Simulation) -> None:
     publish(simulation, 2)
     start(simulation)
     deleted = {"deletionTimestamp": "2027-01-15T08:00:00Z"}
@@ -415,7 +413,7 @@ def test_a_deadline_ends_the_evaluation_too() -> None:
     assert simulation.pods("evaluation") == []
 
 
-def test_a_volume_of_one_host_takes_the_pod_to_the_nodes_and_off_a_host_they_have_left() -> (
+def test_a_single_host_volume_places_the_pod_with_the_nodes_and_off_a_host_they_left() -> (
     None
 ):
     simulation = make()
@@ -435,7 +433,7 @@ def test_a_volume_of_one_host_takes_the_pod_to_the_nodes_and_off_a_host_they_hav
     assert pod(simulation, "run-evaluate-2-0")["metadata"].get("deletionTimestamp")
 
 
-def test_the_nodes_are_given_what_stays_for_the_pods_and_nothing_else_of_them(
+def test_the_manifest_of_the_nodes_contains_only_keep_waiting_of_the_evaluation(
     simulation: Simulation,
 ) -> None:
     text = simulation.store.get("configmaps", "ns", "run-config")["data"][
@@ -479,7 +477,9 @@ def test_an_operator_killed_at_any_write_evaluates_each_checkpoint_once(
     assert shown(simulation)["evaluated"] == 2
 
 
-def test_results_are_gauges_of_the_run_and_go_with_it(simulation: Simulation) -> None:
+def test_results_are_gauges_of_the_run_and_are_removed_with_it(
+    simulation: Simulation,
+) -> None:
     publish(simulation, 2)
     start(simulation)
     end(simulation, "run-evaluate-2-0", 2)
@@ -525,7 +525,7 @@ def test_a_host_that_failed_an_evaluation_is_avoided_for_a_day(
     assert "broken" not in json.dumps(simulation.status["memory"])
 
 
-def test_a_host_whose_time_an_older_release_did_not_note_is_avoided_for_a_day(
+def test_a_host_without_a_noted_time_in_an_older_status_is_avoided_for_a_day(
     simulation: Simulation,
 ) -> None:
     publish(simulation, 2)
@@ -542,7 +542,7 @@ def test_a_host_whose_time_an_older_release_did_not_note_is_avoided_for_a_day(
     assert "broken" not in simulation.status["memory"]["evaluation"]
 
 
-def test_what_is_remembered_of_an_evaluation_is_read_back_and_bounded() -> None:
+def test_the_evaluation_notes_are_read_back_and_bounded() -> None:
     known = EvaluationProgress(
         attempt=3,
         is_recorded=True,
@@ -570,7 +570,7 @@ def test_what_is_remembered_of_an_evaluation_is_read_back_and_bounded() -> None:
     assert {len(one["loss"]) for one in found.results.values()} == {32}
 
 
-def test_a_report_fits_into_a_termination_message_whatever_a_task_measures() -> None:
+def test_a_report_fits_a_termination_message_for_any_measured_values() -> None:
     rows = [
         {
             **ROW,
@@ -592,7 +592,7 @@ def test_a_report_fits_into_a_termination_message_whatever_a_task_measures() -> 
 
 
 @pytest.mark.parametrize("letter", ["a", "é", "\U0001f600"])
-def test_a_report_without_results_fits_whatever_characters_its_reason_has(
+def test_a_report_without_results_fits_for_any_characters_in_its_reason(
     letter: str,
 ) -> None:
     waiting = range(10**6, 10**6 + 64)
@@ -629,7 +629,7 @@ def demanded(simulation: Simulation, name: str) -> list[str]:
     return [host for term in terms for one in term["matchFields"] for host in one["values"]]
 
 
-def test_a_pod_that_waits_for_the_host_of_a_volume_follows_the_nodes_to_another_one() -> (
+def test_a_pod_that_waits_for_the_host_of_a_volume_follows_the_nodes_to_another_host() -> (
     None
 ):
     simulation = make_on_one_host()
@@ -647,7 +647,7 @@ def test_a_pod_that_waits_for_the_host_of_a_volume_follows_the_nodes_to_another_
     assert simulation.pods("evaluation") == ["run-evaluate-2-1"]
 
 
-def test_after_the_end_of_the_run_a_pod_waits_for_no_host_of_its_nodes() -> None:
+def test_after_the_end_of_the_run_a_pod_does_not_wait_for_the_host_of_its_nodes() -> None:
     simulation = make_on_one_host()
     publish(simulation, 2)
     complete(simulation)
@@ -658,7 +658,7 @@ def test_after_the_end_of_the_run_a_pod_waits_for_no_host_of_its_nodes() -> None
     assert simulation.pods("evaluation") == [name]
 
 
-def test_a_pod_that_kueue_holds_in_a_queue_that_the_run_has_left_comes_into_the_new_one(
+def test_a_pod_that_kueue_holds_in_a_former_queue_moves_to_the_new_queue_of_the_run(
     simulation: Simulation,
 ) -> None:
     def enter(queue: str) -> None:
@@ -683,7 +683,7 @@ def test_a_pod_that_kueue_holds_in_a_queue_that_the_run_has_left_comes_into_the_
 # ---- a state that is over ----------------------------------------------------------------------------------
 
 
-def test_without_its_section_nothing_is_shown_as_waiting_or_at_work_and_results_stay(
+def test_without_its_section_no_evaluation_is_shown_as_active_and_results_stay(
     simulation: Simulation,
 ) -> None:
     publish(simulation, 2)
@@ -702,9 +702,7 @@ def test_without_its_section_nothing_is_shown_as_waiting_or_at_work_and_results_
     assert shown(simulation)["step"] == 2 and shown(simulation)["results"]
 
 
-def test_after_an_end_that_lets_nothing_go_on_the_status_says_that_nothing_is_evaluated() -> (
-    None
-):
+def test_after_a_final_end_the_status_says_that_nothing_is_evaluated() -> None:
     simulation = make(activeDeadlineSeconds=1000)
     publish(simulation, 2)
     simulation.now += 2000

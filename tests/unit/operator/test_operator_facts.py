@@ -59,7 +59,7 @@ def test_each_live_pod_of_a_node_counts_in_one_state() -> None:
     assert "evergrad_operator_run_nodes{" not in scrape({}, [])
 
 
-def test_replaced_pods_are_counted_from_0_on() -> None:
+def test_replaced_pods_are_counted_from_zero() -> None:
     name = f"evergrad_operator_run_pods_replaced_total{{{WHO}}}"
     assert f"{name} 0.0" in scrape({}, [])
     assert f"{name} 3.0" in scrape(
@@ -76,7 +76,7 @@ def test_replaced_pods_are_counted_from_0_on() -> None:
         ({"work": "done"}, 1.0),
     ],
 )
-def test_the_share_of_the_preparation_that_is_done_is_between_0_and_1(
+def test_the_completed_share_of_the_preparation_is_between_0_and_1(
     preparation: dict[str, Any], share: float
 ) -> None:
     text = scrape({"preparation": {**preparation, "tokens": 7}}, [])
@@ -85,7 +85,7 @@ def test_the_share_of_the_preparation_that_is_done_is_between_0_and_1(
     assert f"evergrad_operator_run_preparation_tokens{{{WHO}}} 7.0" in text
 
 
-def test_a_run_without_preparation_has_none_of_its_series() -> None:
+def test_a_run_without_preparation_exports_no_preparation_series() -> None:
     assert "run_preparation_ratio{" not in scrape({}, [])
     assert "run_preparation_tokens{" not in scrape({}, [])
 
@@ -95,7 +95,7 @@ def stalled(reason: str, status: str = "True") -> dict[str, Any]:
     return {"conditions": [{"type": "Ready", "status": "False"}, condition]}
 
 
-def test_a_run_that_needs_a_person_says_so_with_its_reason() -> None:
+def test_a_run_that_needs_a_person_exports_its_reason() -> None:
     waits = {"phase": "Waiting", "reason": "ImagePullFailed"}
     text = scrape({**waits, **stalled("ImagePullFailed")}, [])
     sample = f'{{reason="ImagePullFailed",{WHO}}} 1.0'
@@ -118,12 +118,14 @@ def test_a_run_that_needs_a_person_says_so_with_its_reason() -> None:
         {"conditions": ["Stalled", {"type": "Stalled"}, None]},
     ],
 )
-def test_a_run_that_needs_no_person_does_not_say_so(status: dict[str, Any]) -> None:
+def test_a_run_that_needs_no_person_exports_no_reason(status: dict[str, Any]) -> None:
     assert "evergrad_operator_run_stalled{" not in scrape(status, [])
 
 
 @pytest.mark.parametrize("kind", ["training", "script"])
-def test_it_is_known_which_runs_report_steps_without_being_asked_to(kind: str) -> None:
+def test_run_info_has_the_kind_which_decides_whether_steps_are_always_reported(
+    kind: str,
+) -> None:
     raw = {"metadata": {}, "spec": {kind: {}}, "status": {"phase": "Running"}}
     registry = CollectorRegistry()
     runs = read_runs({KEY: raw}, now=0.0)
@@ -132,14 +134,14 @@ def test_it_is_known_which_runs_report_steps_without_being_asked_to(kind: str) -
     assert sample in generate_latest(registry).decode()
 
 
-def test_reasons_that_are_none_of_the_operators_are_one() -> None:
+def test_unknown_reasons_are_exported_under_one_value() -> None:
     status = {"phase": "Waiting", "reason": "x" * 300, **stalled("no word of ours")}
     text = scrape(status, [])
     assert f'evergrad_operator_run_stalled{{reason="Other",{WHO}}} 1.0' in text
     assert f'evergrad_operator_run_waiting{{reason="Other",{WHO}}} 1.0' in text
 
 
-def test_a_scrape_reads_no_status_and_shows_what_reading_them_all_would(
+def test_a_scrape_parses_no_status_and_shows_the_same_as_parsing_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     simulation = make_trained()
@@ -179,7 +181,7 @@ def test_a_scrape_reads_no_status_and_shows_what_reading_them_all_would(
     assert index.count_phases() == phases
 
 
-def test_a_status_that_cannot_be_read_hides_its_own_series_and_not_the_run(
+def test_an_unreadable_status_hides_its_own_series_but_not_the_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     simulation = make_trained()

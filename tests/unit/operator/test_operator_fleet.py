@@ -48,7 +48,7 @@ def test_a_run_is_one_row() -> None:
 @pytest.mark.parametrize(
     "status", [None, "text", {"progress": 1, "restarts": [], "phase": {}}]
 )
-def test_a_status_that_cannot_be_read_leaves_its_parts_out(status: Any) -> None:
+def test_an_unreadable_status_omits_only_its_own_parts(status: Any) -> None:
     raw = {**run("x"), "status": status}
     [row] = build_fleet([raw])["runs"]
     assert (row["phase"], row["step"], row["loss"], row["restarts"]) == (
@@ -59,7 +59,7 @@ def test_a_status_that_cannot_be_read_leaves_its_parts_out(status: Any) -> None:
     )
 
 
-def test_runs_that_have_not_ended_come_first_and_the_newest_before_the_others() -> None:
+def test_running_runs_are_listed_first_and_newer_runs_before_older_ones() -> None:
     raws = [
         run("old", created="2026-01-01T00:00:00Z", phase="Running"),
         run("ended", created="2026-03-01T00:00:00Z", phase="Complete"),
@@ -68,7 +68,7 @@ def test_runs_that_have_not_ended_come_first_and_the_newest_before_the_others() 
     assert [row["name"] for row in build_fleet(raws)["runs"]] == ["new", "old", "ended"]
 
 
-def test_the_number_of_rows_is_bounded_and_all_are_counted() -> None:
+def test_the_number_of_rows_is_bounded_but_all_runs_are_counted() -> None:
     fleet = build_fleet(
         [run(f"r{number}", message="x" * 9000) for number in range(MOST_RUNS + 7)]
     )
@@ -88,7 +88,7 @@ def ask(url: str, **headers: str) -> tuple[int, str, bytes]:
             return error.code, "", error.read()
 
 
-def test_it_answers_pages_of_this_machine_alone() -> None:
+def test_the_page_listens_on_loopback_only_and_refuses_cross_site_requests() -> None:
     async def story() -> None:
         page = FleetPage(lambda: [run("docs-lm", phase="Running")])
         port = await page.listen(0)
@@ -112,7 +112,7 @@ def test_it_answers_pages_of_this_machine_alone() -> None:
     asyncio.run(story())
 
 
-def test_only_so_many_pages_are_open_at_once() -> None:
+def test_the_number_of_open_pages_is_bounded() -> None:
     async def story() -> None:
         page = FleetPage(list)
         port = await page.listen(0)
@@ -131,7 +131,7 @@ def test_only_so_many_pages_are_open_at_once() -> None:
     asyncio.run(story())
 
 
-def test_a_port_that_is_taken_does_not_end_the_operator() -> None:
+def test_a_port_that_is_in_use_does_not_stop_the_operator() -> None:
     async def story() -> None:
         one, other = FleetPage(list), FleetPage(list)
         port = await one.listen(0)

@@ -45,7 +45,7 @@ def made(world: simulated_run.Simulation) -> dict[str, dict[str, Any]]:
     return {pod["metadata"]["name"]: dict(pod) for pod in world.plan.create}
 
 
-def test_all_nodes_and_no_other_pod_are_in_the_group_of_the_coscheduling_plugin() -> None:
+def test_the_coscheduling_group_contains_all_nodes_and_no_other_pod() -> None:
     world = in_gangs("coscheduling", COSCHEDULING)
     world.reconcile()
     group = group_of(world)
@@ -68,7 +68,7 @@ def test_all_nodes_and_no_other_pod_are_in_the_group_of_the_coscheduling_plugin(
 
 
 @pytest.mark.parametrize("kind", [BETA, ALPHA_3, ALPHA_2])
-def test_all_nodes_and_no_other_pod_are_in_the_group_of_kubernetes(kind: Kind) -> None:
+def test_the_kubernetes_pod_group_contains_all_nodes_and_no_other_pod(kind: Kind) -> None:
     world = in_gangs("podGroup", kind)
     world.reconcile()
     group = group_of(world)
@@ -90,7 +90,7 @@ def test_all_nodes_and_no_other_pod_are_in_the_group_of_kubernetes(kind: Kind) -
 @pytest.mark.parametrize(
     ("gang", "kind"), [("coscheduling", COSCHEDULING), ("podGroup", BETA)]
 )
-def test_preparation_and_evaluation_are_in_no_group(gang: str, kind: Kind) -> None:
+def test_preparation_and_evaluation_pods_join_no_group(gang: str, kind: Kind) -> None:
     annotated = {"labels": {LABEL: "of-the-user"}}
     world = in_gangs(gang, kind, preparation={}, template=annotated)
     world.reconcile()
@@ -131,7 +131,7 @@ def test_a_replacement_and_a_node_above_the_minimum_join_the_same_group(
     )
 
 
-def test_the_group_follows_the_minimum_where_its_version_can_change() -> None:
+def test_the_group_follows_the_minimum_if_its_api_version_allows_a_change() -> None:
     for kind, gang, expected in (
         (COSCHEDULING, "coscheduling", {"minMember": 1}),
         (BETA, "podGroup", {"schedulingPolicy": {"gang": {"minCount": 1}}}),
@@ -152,7 +152,7 @@ def classes(world: simulated_run.Simulation) -> dict[str, str]:
     }
 
 
-def test_the_group_of_kubernetes_has_the_priority_class_of_its_pods() -> None:
+def test_the_kubernetes_pod_group_has_the_priority_class_of_its_pods() -> None:
     # Its scheduler places no pod whose priority differs from the group's.
     for gang, kind, expected in (
         ("podGroup", BETA, "high"),
@@ -166,9 +166,7 @@ def test_the_group_of_kubernetes_has_the_priority_class_of_its_pods() -> None:
         assert set(classes(world).values()) == {"high"}
 
 
-def test_a_group_keeps_its_priority_class_which_cannot_change_until_the_run_has_no_pods() -> (
-    None
-):
+def test_a_group_keeps_its_immutable_priority_class_until_the_run_has_no_pods() -> None:
     world = in_gangs("podGroup", BETA, template={"priorityClassName": "low"}).run(40)
     world.set_spec(template={"priorityClassName": "high"}, nodes={"min": 3, "max": 3})
     world.age(100)
@@ -194,7 +192,7 @@ def test_a_group_keeps_its_priority_class_which_cannot_change_until_the_run_has_
     assert group_of(world)["spec"]["priorityClassName"] == "high"
 
 
-def test_a_scheduler_that_refuses_a_pod_of_a_group_is_quoted() -> None:
+def test_the_message_of_a_scheduler_that_refuses_a_pod_of_a_group_is_quoted() -> None:
     world = in_gangs("podGroup", BETA)
     world.reconcile()
     said = "all pods in a single pod group should have the same .spec.schedulerName set"
@@ -249,7 +247,7 @@ def test_a_failed_run_that_is_restarted_gets_a_new_group_before_its_pods(
     assert world.live() and ("PodGroup", "docs-lm") in world.children
 
 
-def test_a_group_is_no_older_than_its_run_where_all_pods_are_lost_at_once() -> None:
+def test_the_group_exists_for_the_new_pods_if_all_pods_are_lost_together() -> None:
     world = in_gangs("podGroup", BETA).run(40)
     for name in world.live():
         world.end(name, 137)
@@ -257,7 +255,7 @@ def test_a_group_is_no_older_than_its_run_where_all_pods_are_lost_at_once() -> N
     assert ("PodGroup", "docs-lm") in world.children
 
 
-def test_a_suspended_run_of_coscheduling_keeps_its_group() -> None:
+def test_a_suspended_run_keeps_its_coscheduling_group() -> None:
     world = in_gangs("coscheduling", COSCHEDULING).run(40)
     world.set_spec(suspend=True)
     for _ in range(4):
@@ -266,7 +264,7 @@ def test_a_suspended_run_of_coscheduling_keeps_its_group() -> None:
     assert ("PodGroup", "docs-lm") in world.children
 
 
-def test_a_run_that_one_node_can_train_needs_no_group() -> None:
+def test_a_run_that_can_train_on_one_node_needs_no_group() -> None:
     world = in_gangs("coscheduling", None, nodes={"min": 1, "max": 3})
     decision = world.reconcile()
     assert decision.reason == "Starting"
@@ -281,7 +279,7 @@ def test_a_run_that_one_node_can_train_needs_no_group() -> None:
         ("podGroup", "scheduling.k8s.io", "Switch the feature gate GenericWorkload"),
     ],
 )
-def test_a_run_without_the_group_that_it_needs_makes_no_pod_and_says_what_to_do(
+def test_a_run_whose_required_group_is_missing_creates_no_pod_and_names_the_remedy(
     gang: str, group: str, remedy: str
 ) -> None:
     world = in_gangs(gang, None, preparation={})
@@ -302,9 +300,7 @@ def test_a_run_without_the_group_that_it_needs_makes_no_pod_and_says_what_to_do(
     assert world.condition("Stalled")["status"] == "False"
 
 
-def test_an_installation_that_begins_with_gangs_leaves_runs_as_they_are_until_they_start_anew() -> (
-    None
-):
+def test_enabling_gangs_leaves_existing_runs_unchanged_until_they_restart() -> None:
     world = in_gangs("none", None).run(40)
     world.config = dataclasses.replace(world.config, gang="coscheduling")
     world.group_kind = COSCHEDULING
@@ -327,7 +323,7 @@ def test_an_installation_that_begins_with_gangs_leaves_runs_as_they_are_until_th
     assert group_of(world)["spec"] == {"minMember": 2}
 
 
-def test_the_scheduler_of_the_installation_is_that_of_nodes_that_name_none() -> None:
+def test_the_scheduler_of_the_installation_applies_to_nodes_that_set_none() -> None:
     for template, expected in (({}, "gangs"), ({"schedulerName": "mine"}, "mine")):
         world = in_gangs("coscheduling", COSCHEDULING, template=template)
         world.config = dataclasses.replace(world.config, scheduler_name="gangs")
@@ -337,7 +333,7 @@ def test_the_scheduler_of_the_installation_is_that_of_nodes_that_name_none() -> 
         assert {pod["spec"]["schedulerName"] for pod in nodes} == {expected}
 
 
-def test_a_pod_says_which_kind_of_gang_it_was_made_for_also_as_the_cache_keeps_it() -> None:
+def test_a_pod_records_its_kind_of_gang_and_the_cache_keeps_it() -> None:
     for gang, kind in (("coscheduling", COSCHEDULING), ("podGroup", BETA), ("none", None)):
         world = in_gangs(gang, kind)
         world.reconcile()
@@ -356,14 +352,14 @@ def clustered(gang: str, *served: Kind) -> Simulation:
     return simulation
 
 
-def test_the_newest_version_that_the_api_server_has_is_taken() -> None:
+def test_the_newest_api_version_that_the_api_server_serves_is_used() -> None:
     simulation = clustered("podGroup", ALPHA_2, ALPHA_3)
     simulation.settle()
     assert simulation.store.get("podgroups", "ns", "run")["apiVersion"] == ALPHA_3.version
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
-def test_no_pod_is_made_while_the_group_is_refused() -> None:
+def test_no_pod_is_created_while_the_group_is_refused() -> None:
     simulation = clustered("coscheduling", COSCHEDULING)
 
     def refuse(write: Write) -> None:
@@ -381,7 +377,7 @@ def test_no_pod_is_made_while_the_group_is_refused() -> None:
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
-def test_a_type_that_goes_while_the_operator_remembers_it_is_missed_at_the_next_try() -> (
+def test_a_removed_type_that_the_operator_has_cached_is_detected_at_the_next_attempt() -> (
     None
 ):
     simulation = clustered("coscheduling", COSCHEDULING)
@@ -419,7 +415,7 @@ def list_or_fail(
     monkeypatch.setattr(simulation.cluster, "list_all", list_all)
 
 
-def test_a_lost_node_is_replaced_at_once_after_an_upgrade_has_dropped_the_version_of_the_group(
+def test_a_lost_node_is_replaced_at_once_after_an_upgrade_has_removed_the_group_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     simulation = clustered("podGroup", ALPHA_3)
@@ -435,7 +431,7 @@ def test_a_lost_node_is_replaced_at_once_after_an_upgrade_has_dropped_the_versio
     assert simulation.refused() == []
 
 
-def test_groups_that_cannot_be_listed_are_named_and_listed_again(
+def test_groups_that_cannot_be_listed_are_reported_and_listed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     simulation = clustered("podGroup", BETA)
@@ -457,7 +453,7 @@ def test_groups_that_cannot_be_listed_are_named_and_listed_again(
     assert simulation.refused() == []
 
 
-def test_a_discovery_that_is_not_answered_holds_a_new_run_with_its_reason_and_no_other(
+def test_failed_discovery_holds_only_a_new_run_and_reports_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     simulation = clustered("coscheduling", COSCHEDULING)
@@ -486,7 +482,7 @@ def test_a_discovery_that_is_not_answered_holds_a_new_run_with_its_reason_and_no
     assert simulation.pods() == ["run-0-0", "run-1-0", "run-1-1"]
 
 
-def test_a_group_of_somebody_else_is_never_taken_over() -> None:
+def test_a_group_of_another_owner_is_never_taken_over() -> None:
     simulation = clustered("coscheduling", COSCHEDULING)
     body = {"metadata": {"name": "run", "namespace": "ns"}, "spec": {"minMember": 9}}
     with simulation.by_others():
@@ -496,7 +492,7 @@ def test_a_group_of_somebody_else_is_never_taken_over() -> None:
     assert simulation.store.get("podgroups", "ns", "run")["spec"] == {"minMember": 9}
 
 
-def test_a_group_that_somebody_has_deleted_is_made_again_before_the_next_pod() -> None:
+def test_a_deleted_group_is_created_again_before_the_next_pod() -> None:
     simulation = clustered("coscheduling", COSCHEDULING)
     simulation.settle()
     with simulation.by_others():
@@ -508,7 +504,7 @@ def test_a_group_that_somebody_has_deleted_is_made_again_before_the_next_pod() -
     assert ("podgroups", "run") in simulation.children()
 
 
-def test_no_pod_is_made_into_a_group_that_is_about_to_go() -> None:
+def test_no_pod_is_created_in_a_group_that_is_being_deleted() -> None:
     simulation = clustered("podGroup", BETA)
     simulation.settle()
     body = simulation.store.get("podgroups", "ns", "run")
@@ -534,7 +530,7 @@ def test_no_pod_is_made_into_a_group_that_is_about_to_go() -> None:
     assert ("podgroups", "run") in simulation.children()
 
 
-def test_a_run_whose_time_after_its_end_is_over_takes_its_group_along() -> None:
+def test_a_run_deletes_its_group_when_its_time_to_live_is_over() -> None:
     simulation = clustered("coscheduling", COSCHEDULING)
     spec = {"spec": {"ttlSecondsAfterFinished": 60, "activeDeadlineSeconds": 10}}
     simulation.store.change("trainingruns", *KEY, spec)
@@ -548,7 +544,7 @@ def test_a_run_whose_time_after_its_end_is_over_takes_its_group_along() -> None:
     assert ("podgroups", "run") not in simulation.children()
 
 
-def test_a_run_is_cleaned_up_also_where_the_type_of_its_group_is_gone() -> None:
+def test_a_run_is_cleaned_up_if_the_type_of_its_group_no_longer_exists() -> None:
     simulation = clustered("coscheduling", COSCHEDULING)
     spec = {"spec": {"ttlSecondsAfterFinished": 60, "activeDeadlineSeconds": 10}}
     simulation.store.change("trainingruns", *KEY, spec)
@@ -563,7 +559,7 @@ def test_a_run_is_cleaned_up_also_where_the_type_of_its_group_is_gone() -> None:
     assert simulation.refused() == []
 
 
-def test_an_object_of_an_unknown_version_is_named() -> None:
+def test_the_message_names_an_object_of_an_unknown_version() -> None:
     body = {"kind": "PodGroup", "apiVersion": "x/v9", "metadata": {"name": "run"}}
     with pytest.raises(OperatorError, match=r"PodGroup run: .* API version x/v9"):
         kind_of(body)
@@ -581,7 +577,7 @@ class Served:
         return kind.version in self.versions
 
 
-def test_discovery_is_asked_once_for_all_runs_and_again_after_a_bounded_time() -> None:
+def test_discovery_is_requested_once_for_all_runs_and_again_after_a_bounded_time() -> None:
     server, now = Served(), [0.0]
     api = GangApi(server, "podGroup", clock=lambda: now[0])
     assert [asyncio.run(api.find()) for _ in range(3)] == [None] * 3
@@ -598,7 +594,7 @@ def test_discovery_is_asked_once_for_all_runs_and_again_after_a_bounded_time() -
     assert len(server.asked) == 7
 
 
-def test_an_installation_without_gangs_asks_no_discovery() -> None:
+def test_an_installation_without_gangs_requests_no_discovery() -> None:
     server = Served()
     assert asyncio.run(GangApi(server, Config("t", "o").gang).find()) is None
     assert server.asked == []

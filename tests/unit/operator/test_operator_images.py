@@ -47,7 +47,7 @@ BY_DIGEST = f"registry.example/trainer@{A}"
         (f"registry.example/trainer@{B}", f"registry.example/trainer@{A}", ""),
     ],
 )
-def test_a_digest_is_asked_for_where_a_registry_has_it(
+def test_a_digest_is_requested_if_a_registry_has_it(
     image: str, image_id: str, pinned: str
 ) -> None:
     assert pin_image(image, image_id) == pinned
@@ -80,7 +80,7 @@ def test_a_digest_is_asked_for_where_a_registry_has_it(
         ("nonsense", A, True),
     ],
 )
-def test_image_ids_are_compared_where_they_can_be(
+def test_image_ids_are_compared_if_they_are_comparable(
     one: str, other: str, is_same: bool
 ) -> None:
     assert is_same_image(one, other) is is_same
@@ -115,7 +115,7 @@ def replace_node(world: Simulation, pod: str) -> None:
     world.settle()
 
 
-def test_a_later_pod_runs_what_the_first_ran_whatever_became_of_the_tag() -> None:
+def test_a_later_pod_runs_the_image_of_the_first_pod_although_the_tag_has_moved() -> None:
     world = begin([BY_DIGEST, BY_DIGEST])
     assert world.status["image"] == TAG
     assert world.status["memory"]["imageID"] == BY_DIGEST
@@ -123,7 +123,7 @@ def test_a_later_pod_runs_what_the_first_ran_whatever_became_of_the_tag() -> Non
     assert image_of(world, "docs-lm-1-1") == BY_DIGEST
 
 
-def test_a_restart_looks_up_the_tag_anew() -> None:
+def test_a_restart_resolves_the_tag_again() -> None:
     world = begin([BY_DIGEST, BY_DIGEST])
     world.set_spec(restartNonce="again")
     for _ in range(6):
@@ -146,14 +146,14 @@ def test_a_run_that_is_suspended_and_resumed_keeps_its_image() -> None:
 
 
 @pytest.mark.parametrize("image_id", [A, f"docker.io/library/import-2026-11-22@{A}", ""])
-def test_where_images_were_brought_by_hand_all_pods_ask_for_the_tag(image_id: str) -> None:
+def test_if_images_were_loaded_by_hand_all_pods_request_the_tag(image_id: str) -> None:
     world = begin([image_id, image_id])
     replace_node(world, "docs-lm-1-0")
     assert image_of(world, "docs-lm-1-1") == TAG
     assert world.status["restarts"]["byCause"] == {"Deleted": 1}
 
 
-def test_where_nothing_is_ever_pulled_all_pods_ask_for_the_tag() -> None:
+def test_if_images_are_never_pulled_all_pods_request_the_tag() -> None:
     world = begin([BY_DIGEST, BY_DIGEST], imagePullPolicy="Never")
     replace_node(world, "docs-lm-1-0")
     assert image_of(world, "docs-lm-1-1") == TAG
@@ -162,7 +162,7 @@ def test_where_nothing_is_ever_pulled_all_pods_ask_for_the_tag() -> None:
 @pytest.mark.parametrize(
     "reason", ["ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull"]
 )
-def test_a_host_that_cannot_get_the_digest_is_asked_for_the_tag(reason: str) -> None:
+def test_the_tag_is_requested_on_a_host_that_cannot_get_the_digest(reason: str) -> None:
     world = begin([BY_DIGEST, BY_DIGEST])
     replace_node(world, "docs-lm-1-0")
     world.wait_for("docs-lm-1-1", reason, "not found")
@@ -177,7 +177,7 @@ def test_a_host_that_cannot_get_the_digest_is_asked_for_the_tag(reason: str) -> 
     assert world.status["failures"]["withoutProgress"] == 0
 
 
-def test_a_tag_that_cannot_be_pulled_is_waited_for_as_ever() -> None:
+def test_a_pod_whose_tag_cannot_be_pulled_waits_as_before() -> None:
     world = begin([A, A])
     replace_node(world, "docs-lm-1-0")
     world.wait_for("docs-lm-1-1", "ErrImagePull", "not found")
@@ -190,7 +190,7 @@ def test_a_tag_that_cannot_be_pulled_is_waited_for_as_ever() -> None:
     [(BY_DIGEST, f"registry.example/trainer@{B}"), (A, B)],
     ids=["pulled", "brought by hand"],
 )
-def test_a_pod_of_another_image_leaves_as_its_hosts_fault_and_the_first_stays(
+def test_a_pod_with_another_image_ends_as_a_host_fault_and_the_first_pod_stays(
     first: str, second: str
 ) -> None:
     world = begin([first, second])
@@ -209,7 +209,7 @@ def test_a_pod_of_another_image_leaves_as_its_hosts_fault_and_the_first_stays(
     [None, BY_DIGEST],
     ids=["by the first pod's digest", "by the digest of the run"],
 )
-def test_a_pod_that_asked_for_the_digest_stays_also_where_its_host_names_the_image_by_another(
+def test_a_pod_that_requested_the_digest_stays_if_its_host_reports_another_image_id(
     image: str | None,
 ) -> None:
     """Hosts that know two manifests of one image name a container's by whichever comes first."""
@@ -222,7 +222,7 @@ def test_a_pod_that_asked_for_the_digest_stays_also_where_its_host_names_the_ima
     assert world.status["restarts"]["byCause"] == {"Deleted": 1}
 
 
-def test_a_host_that_goes_on_having_another_image_is_tried_later_each_time() -> None:
+def test_a_host_that_keeps_another_image_is_tried_again_after_growing_pauses() -> None:
     world = begin([A, B])
     attempts = []
     for _ in range(40):
@@ -238,7 +238,9 @@ def test_a_host_that_goes_on_having_another_image_is_tried_later_each_time() -> 
     assert world.live()[0] == "docs-lm-0-0"
 
 
-def test_an_operator_that_dies_before_it_wrote_the_image_down_finds_the_same() -> None:
+def test_an_operator_that_exits_before_it_records_the_image_resolves_the_same_image() -> (
+    None
+):
     world = Simulation(make_run(nodes={"min": 2, "max": 2}))
     world.reconcile()
     world.start()

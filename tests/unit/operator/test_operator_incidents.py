@@ -21,7 +21,7 @@ def test_an_eviction_of_pod_and_coordinator_together_is_one_restart(
     assert [one.cause for one in memory.ends] == list(causes), "both ends are listed"
 
 
-def test_two_nodes_that_go_with_the_coordinator_are_two_restarts() -> None:
+def test_two_nodes_that_end_with_the_coordinator_are_two_restarts() -> None:
     memory = Memory()
     for number, cause in enumerate(("Evicted", "CoordinatorLost", "Evicted")):
         memory = count_restart(
@@ -30,7 +30,7 @@ def test_two_nodes_that_go_with_the_coordinator_are_two_restarts() -> None:
     assert memory.restarts == {"Evicted": 2}
 
 
-def test_ends_that_have_nothing_to_do_with_one_another_count_each() -> None:
+def test_unrelated_ends_count_as_separate_restarts() -> None:
     memory = Memory()
     for cause, at in (
         ("Evicted", 100.0),

@@ -58,9 +58,7 @@ def node_pod(world: Simulation) -> dict[str, Any]:
 # ---- the account -------------------------------------------------------------------------------------------
 
 
-def test_an_account_that_the_installation_allows_is_the_nodes_and_never_the_coordinators() -> (
-    None
-):
+def test_an_allowed_service_account_is_used_by_nodes_and_never_by_the_coordinator() -> None:
     world = build()
     world.reconcile()
     coordinator = world.plan.create[0]["spec"]
@@ -95,7 +93,7 @@ def test_an_account_that_the_installation_allows_is_the_nodes_and_never_the_coor
         ),
     ],
 )
-def test_any_other_account_is_refused_before_the_first_pod(
+def test_any_other_service_account_is_refused_before_the_first_pod(
     allowed: tuple[str, ...], message: str
 ) -> None:
     world = build(dataclasses.replace(CONFIG, allowed_service_accounts=allowed))
@@ -105,7 +103,7 @@ def test_any_other_account_is_refused_before_the_first_pod(
     assert world.created == []
 
 
-def test_an_account_that_is_no_longer_allowed_gets_no_further_pods() -> None:
+def test_a_service_account_that_is_no_longer_allowed_gets_no_further_pods() -> None:
     world = build().run()
     made = len(world.created)
     world.config = CONFIG
@@ -133,7 +131,7 @@ def test_a_default_volume_for_one_pod_is_refused_for_several_nodes() -> None:
 # ---- the containers ----------------------------------------------------------------------------------------
 
 
-def test_an_init_container_is_as_restricted_as_the_trainers_and_has_neither_token_nor_manifest() -> (
+def test_an_init_container_is_as_restricted_as_the_trainer_and_has_no_token_or_manifest() -> (
     None
 ):
     resources = {
@@ -165,7 +163,7 @@ def test_an_init_container_is_as_restricted_as_the_trainers_and_has_neither_toke
     assert check["args"] == ["validate"] and "command" not in check
 
 
-def test_keys_of_whole_objects_never_win_over_what_evergrad_sets() -> None:
+def test_template_keys_never_override_values_that_evergrad_sets() -> None:
     world = build()
     world.reconcile()
     (container,) = node_pod(world)["spec"]["containers"]
@@ -175,7 +173,7 @@ def test_keys_of_whole_objects_never_win_over_what_evergrad_sets() -> None:
     assert {"EVERGRAD_POD_IP", "HOME", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR"} <= named
 
 
-def test_a_scripts_references_are_variables_of_its_nodes() -> None:
+def test_references_of_a_script_become_variables_of_its_nodes() -> None:
     source = {"secretKeyRef": {"name": "hub", "key": "token"}}
     script = {"command": ["train.py"], "env": {"A": "x"}, "valueFrom": {"HF_TOKEN": source}}
     world = build(script=script, training=None)
@@ -187,7 +185,7 @@ def test_a_scripts_references_are_variables_of_its_nodes() -> None:
     )
 
 
-def test_pods_beside_the_nodes_have_the_account_and_the_init_containers_too() -> None:
+def test_preparation_pods_have_the_service_account_and_the_init_containers_too() -> None:
     world = build(preparation={})
     world.reconcile()
     (pod,) = [
@@ -224,7 +222,7 @@ def test_pods_beside_the_nodes_have_the_account_and_the_init_containers_too() ->
         ({}, {"scratch_size": ""}, (None, None), None),
     ],
 )
-def test_the_bounds_of_the_installation_hold_where_the_run_sets_none(
+def test_the_bounds_of_the_installation_apply_if_the_run_sets_none(
     given: dict[str, Any],
     settings: dict[str, str],
     disk: tuple[str | None, str | None],
@@ -285,7 +283,7 @@ def retry(world: Simulation) -> None:
 
 
 @pytest.mark.parametrize("message", OVER_LIMIT)
-def test_a_pod_that_writes_more_than_it_may_counts_as_a_failure_and_says_so(
+def test_a_pod_that_exceeds_its_disk_bound_counts_as_a_failure_and_names_it(
     message: str,
 ) -> None:
     world = Simulation().run()
@@ -304,7 +302,7 @@ def test_a_pod_that_writes_more_than_it_may_counts_as_a_failure_and_says_so(
     assert "step 7" not in said
 
 
-def test_a_host_that_runs_out_of_disk_costs_no_failure_and_is_explained() -> None:
+def test_a_host_without_free_disk_counts_no_failure_and_is_explained() -> None:
     world = Simulation().run()
     world.age(100)
     message = (
@@ -372,7 +370,7 @@ def fail_before(
         (1, {"message": "No space left on device"}, PodCause.VOLUME_FULL),
     ],
 )
-def test_the_end_of_an_init_container_has_the_causes_of_the_trainers(
+def test_the_end_of_an_init_container_has_the_same_causes_as_the_end_of_the_trainer(
     code: int, terminated: dict[str, Any], cause: PodCause
 ) -> None:
     world = build()
@@ -385,7 +383,7 @@ def test_the_end_of_an_init_container_has_the_causes_of_the_trainers(
     assert not pod.is_running
 
 
-def test_an_init_container_that_fails_again_and_again_ends_the_run_in_its_own_words() -> (
+def test_an_init_container_that_fails_repeatedly_ends_the_run_with_its_own_message() -> (
     None
 ):
     world = build(nodes={"min": 1, "max": 1})
@@ -400,7 +398,7 @@ def test_an_init_container_that_fails_again_and_again_ends_the_run_in_its_own_wo
     ) in said
 
 
-def test_an_init_container_that_is_sure_of_a_mistake_ends_the_run_at_once() -> None:
+def test_an_init_container_that_reports_a_user_error_ends_the_run_at_once() -> None:
     world = build(nodes={"min": 1, "max": 1})
     world.settle()
     fail_before(world, "docs-lm-0-0", 64, "no such bucket")
@@ -431,7 +429,7 @@ def wait_before(world: Simulation, name: str, state: dict[str, Any]) -> None:
         ("CreateContainerConfigError", Reason.START_ERROR),
     ],
 )
-def test_an_init_container_that_cannot_start_is_reported_as_the_trainers_is(
+def test_an_init_container_that_cannot_start_is_reported_like_a_trainer(
     reason: str, expected: Reason
 ) -> None:
     world = build(nodes={"min": 1, "max": 1})
@@ -445,7 +443,7 @@ def test_an_init_container_that_cannot_start_is_reported_as_the_trainers_is(
     assert said in decision.message
 
 
-def test_the_image_of_an_init_container_that_is_missing_says_nothing_of_the_trainers() -> (
+def test_a_missing_image_of_an_init_container_does_not_blame_the_image_of_the_trainer() -> (
     None
 ):
     world = build(nodes={"min": 1, "max": 1})
@@ -459,7 +457,7 @@ def test_the_image_of_an_init_container_that_is_missing_says_nothing_of_the_trai
     )
 
 
-def test_an_init_container_that_takes_long_is_named() -> None:
+def test_a_slow_init_container_is_named() -> None:
     world = build(nodes={"min": 1, "max": 1})
     world.settle()
     wait_before(world, "docs-lm-0-0", {"running": {"startedAt": "2030-01-01T00:00:00Z"}})

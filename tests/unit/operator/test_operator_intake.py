@@ -117,7 +117,7 @@ async def read_status(client: Client) -> int:
     return int(line.split()[1])
 
 
-def test_requests_that_never_end_make_room_for_the_api_servers_the_oldest_first() -> None:
+def test_requests_that_never_complete_are_closed_oldest_first_for_the_api_server() -> None:
     async def run() -> None:
         async with serve() as port:
             size = request_limits.MAX_REQUEST_BYTES
@@ -133,7 +133,7 @@ def test_requests_that_never_end_make_room_for_the_api_servers_the_oldest_first(
     asyncio.run(run())
 
 
-def test_a_body_that_comes_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_arrives_too_slowly_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_limits, "_READ_SECONDS", 0.05)
 
     async def run() -> None:
@@ -143,7 +143,7 @@ def test_a_body_that_comes_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatc
     asyncio.run(run())
 
 
-def test_a_body_above_the_bound_is_refused_before_it_is_read() -> None:
+def test_a_body_above_the_size_limit_is_refused_before_it_is_read() -> None:
     async def run() -> None:
         async with serve() as port:
             client = await port.begin(size=request_limits.MAX_REQUEST_BYTES + 1, sent=0)
@@ -178,7 +178,7 @@ def test_a_compressed_body_is_refused_and_never_inflated(encoding: str) -> None:
     assert inflated == []
 
 
-def test_requests_that_are_sent_before_an_answer_are_not_held(
+def test_pipelined_requests_are_not_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun, goes_on = hold_checks(monkeypatch)
@@ -199,7 +199,7 @@ def test_requests_that_are_sent_before_an_answer_are_not_held(
 
 
 @pytest.mark.parametrize("path", ["/validate", "/other"])
-def test_each_connection_gets_one_answer(path: str) -> None:
+def test_each_connection_gets_one_response(path: str) -> None:
     # A client that never reads its answers would otherwise leave its further requests to the server.
     async def run() -> None:
         async with serve() as port:
@@ -212,7 +212,7 @@ def test_each_connection_gets_one_answer(path: str) -> None:
 
 
 @pytest.mark.parametrize("has_tls", [True, False])
-def test_connections_that_nobody_uses_make_room_for_the_api_servers(
+def test_idle_connections_are_closed_for_the_api_server(
     monkeypatch: pytest.MonkeyPatch, has_tls: bool
 ) -> None:
     monkeypatch.setattr(request_limits, "MAX_CONNECTIONS", 3)
@@ -230,7 +230,7 @@ def test_connections_that_nobody_uses_make_room_for_the_api_servers(
     asyncio.run(run())
 
 
-def test_a_connection_whose_request_is_checked_is_not_closed_for_another(
+def test_a_connection_whose_request_is_being_checked_is_not_closed_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(request_limits, "MAX_CONNECTIONS", 1)
@@ -248,7 +248,7 @@ def test_a_connection_whose_request_is_checked_is_not_closed_for_another(
     asyncio.run(run())
 
 
-def test_a_request_for_which_those_being_checked_leave_no_room_is_refused(
+def test_a_request_is_refused_if_the_requests_being_checked_leave_no_capacity(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(request_limits, "_BODY_ROOM", len(REVIEW) + 10)
@@ -267,7 +267,7 @@ def test_a_request_for_which_those_being_checked_leave_no_room_is_refused(
     asyncio.run(run())
 
 
-def test_a_client_that_breaks_off_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_disconnects_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         async with serve() as port:
             await port.begin(size=100_000, sent=50_000)
@@ -325,7 +325,7 @@ def test_a_request_that_is_not_http_is_answered_and_not_logged(
 
 
 @pytest.mark.parametrize("section", ["object", "oldObject"])
-def test_more_values_than_are_checked_are_denied_in_words(section: str) -> None:
+def test_more_values_than_the_limit_are_denied_with_a_message(section: str) -> None:
     async def run() -> None:
         async with serve() as port:
             request: dict[str, Any] = {"uid": "r-3", "object": make_object()}

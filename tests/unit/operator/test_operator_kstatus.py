@@ -76,7 +76,7 @@ def kstatus() -> None:
         pytest.skip(reason)
 
 
-def test_a_run_that_no_operator_has_seen_is_in_progress() -> None:
+def test_a_run_without_a_status_is_in_progress() -> None:
     status = build_root()["properties"]["status"]
     assert status["default"] == {"observedGeneration": -1}
     assert status["properties"]["observedGeneration"]["minimum"] == -1
@@ -84,17 +84,17 @@ def test_a_run_that_no_operator_has_seen_is_in_progress() -> None:
     assert judge(make_run()) == "Current", "which is why there is a default"
 
 
-def test_each_state_of_a_run_is_what_tools_that_wait_need() -> None:
+def test_each_state_of_a_run_has_its_kstatus_result() -> None:
     assert {name: judge(raw) for name, raw in make_samples().items()} == EXPECTED
 
 
-def test_no_status_that_the_operator_can_write_is_read_otherwise() -> None:
+def test_no_status_that_the_operator_can_write_has_another_kstatus_result() -> None:
     for expected, raw in every_status():
         status = raw["status"]
         assert judge(raw) == expected, (status["phase"], status["reason"])
 
 
-def test_a_spec_that_cannot_be_read_is_a_failure_also_where_an_earlier_one_was_acted_upon() -> (
+def test_an_unreadable_spec_is_a_failure_although_an_earlier_generation_was_applied() -> (
     None
 ):
     for raw in make_samples().values():
@@ -106,7 +106,7 @@ def test_a_spec_that_cannot_be_read_is_a_failure_also_where_an_earlier_one_was_a
         assert judge(edited) == "Failed"
 
 
-def test_an_edit_that_an_operator_could_not_read_is_one_to_the_next_that_can() -> None:
+def test_an_edit_that_one_operator_could_not_read_is_applied_by_the_next_operator() -> None:
     world = Simulation().run(40)
     world.set_spec(
         training={**world.raw["spec"]["training"], "checkpoint": {"every": {"steps": 7}}}
@@ -119,14 +119,14 @@ def test_an_edit_that_an_operator_could_not_read_is_one_to_the_next_that_can() -
 
 
 @pytest.mark.timeout(1800)  # the program may have to be built first
-def test_kstatus_itself_agrees_on_every_state(kstatus: None) -> None:
+def test_the_kstatus_library_agrees_on_every_state(kstatus: None) -> None:
     samples = make_samples()
     found = ask_kstatus(list(samples.values()))
     assert dict(zip(samples, found, strict=True)) == EXPECTED
 
 
 @pytest.mark.timeout(1800)  # the program may have to be built first
-def test_kstatus_itself_agrees_on_every_status_that_the_operator_can_write(
+def test_the_kstatus_library_agrees_on_every_status_that_the_operator_can_write(
     kstatus: None,
 ) -> None:
     expected, runs = zip(*every_status(), strict=True)

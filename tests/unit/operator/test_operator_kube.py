@@ -56,7 +56,7 @@ def refuse(status: int, **headers: str) -> Callable[[], web.Response]:
     )
 
 
-def test_verbs_do_what_they_say_and_no_request_is_spent_on_discovery() -> None:
+def test_verbs_send_the_expected_requests_without_discovery() -> None:
     async def work(server: FakeServer, kube: Kube) -> None:
         assert await kube.get(CONFIG_MAP, "ns", "c") is None
         await kube.apply(config_map(a="1"))
@@ -82,7 +82,7 @@ def test_verbs_do_what_they_say_and_no_request_is_spent_on_discovery() -> None:
     }
 
 
-def test_a_kind_is_served_where_discovery_lists_its_plural() -> None:
+def test_a_kind_is_served_if_discovery_lists_its_plural() -> None:
     (group,) = POD_GROUPS["coscheduling"]
     found: list[bool] = []
     listed = {"resources": [{"name": "podgroups/status"}, {"name": "podgroups"}]}
@@ -106,7 +106,7 @@ def test_a_kind_is_served_where_discovery_lists_its_plural() -> None:
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 504])
-def test_what_a_moment_may_mend_is_tried_again(status: int) -> None:
+def test_temporary_errors_are_retried(status: int) -> None:
     async def work(server: FakeServer, kube: Kube) -> None:
         server.answers = [refuse(status), refuse(status)]
         await kube.apply(config_map(a="1"))
@@ -114,7 +114,7 @@ def test_what_a_moment_may_mend_is_tried_again(status: int) -> None:
     assert len(with_server(work).requests) == 3
 
 
-def test_the_server_says_how_long_to_wait() -> None:
+def test_a_retry_waits_for_the_retry_after_of_the_server() -> None:
     async def work(server: FakeServer, kube: Kube) -> None:
         server.answers = [refuse(429, **{"Retry-After": "1"})]
         loop = asyncio.get_running_loop()
@@ -126,7 +126,7 @@ def test_the_server_says_how_long_to_wait() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 403, 409, 422])
-def test_what_the_server_refuses_for_good_is_not_tried_again_and_its_words_are_kept(
+def test_permanent_errors_are_not_retried_and_keep_the_message_of_the_server(
     status: int,
 ) -> None:
     async def work(server: FakeServer, kube: Kube) -> None:
@@ -142,7 +142,7 @@ def test_what_the_server_refuses_for_good_is_not_tried_again_and_its_words_are_k
     assert len(with_server(work).requests) == 1
 
 
-def test_a_server_that_is_away_is_an_error_with_its_reason_after_some_tries() -> None:
+def test_an_unreachable_server_is_an_error_with_its_reason_after_a_few_retries() -> None:
     async def work(server: FakeServer, kube: Kube) -> None:
         await server.close()
         with pytest.raises(ApiError, match="no answer Unreachable"):
@@ -151,7 +151,7 @@ def test_a_server_that_is_away_is_an_error_with_its_reason_after_some_tries() ->
     with_server(work)
 
 
-def test_a_request_without_an_answer_ends_with_its_time() -> None:
+def test_a_request_without_a_response_ends_at_its_timeout() -> None:
     async def work(server: FakeServer, kube: Kube) -> None:
         server.delay = 30.0
         with pytest.raises(ApiError, match="Unreachable"):
@@ -160,7 +160,7 @@ def test_a_request_without_an_answer_ends_with_its_time() -> None:
     with_server(work, limits=RequestLimits(request_seconds=0.1, tries=2, first_pause=0.01))
 
 
-def test_no_more_requests_are_under_way_than_allowed() -> None:
+def test_the_number_of_concurrent_requests_is_bounded() -> None:
     most = [0]
 
     async def work(server: FakeServer, kube: Kube) -> None:
@@ -186,7 +186,7 @@ def test_no_more_requests_are_under_way_than_allowed() -> None:
     assert most[0] == 4
 
 
-def test_a_slow_server_never_holds_up_the_event_loop() -> None:
+def test_a_slow_server_never_blocks_the_event_loop() -> None:
     async def work(server: FakeServer, kube: Kube) -> None:
         gate, original = asyncio.Event(), server._serve
 
@@ -218,7 +218,7 @@ class Gate:
         return self.seconds
 
 
-def test_without_the_lease_nothing_is_written_and_reading_goes_on() -> None:
+def test_without_the_lease_nothing_is_written_and_reads_continue() -> None:
     async def work(server: FakeServer, kube: Kube) -> None:
         await kube.list_all(POD, "ns")
         for act in (
@@ -234,7 +234,7 @@ def test_without_the_lease_nothing_is_written_and_reading_goes_on() -> None:
     assert [method for method, _ in with_server(work, gate=Gate(0.0)).requests] == ["GET"]
 
 
-def test_a_write_whose_process_was_stopped_while_it_waited_for_a_connection_is_not_sent() -> (
+def test_a_write_is_not_sent_if_the_process_was_stopped_while_it_waited_for_a_connection() -> (
     None
 ):
     gate = Gate(10.0)
@@ -253,7 +253,7 @@ def test_a_write_whose_process_was_stopped_while_it_waited_for_a_connection_is_n
     assert with_server(work, gate=gate).requests == []
 
 
-def test_a_write_whose_process_was_stopped_before_its_body_was_written_is_not_sent(
+def test_a_write_is_not_sent_if_the_process_was_stopped_before_it_sent_the_body(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate = Gate(10.0)
@@ -272,7 +272,7 @@ def test_a_write_whose_process_was_stopped_before_its_body_was_written_is_not_se
     assert with_server(work, gate=gate).requests == []
 
 
-def test_a_write_is_given_no_more_time_than_the_lease_has_left() -> None:
+def test_the_timeout_of_a_write_is_limited_by_the_remaining_time_of_the_lease() -> None:
     async def work(server: FakeServer, kube: Kube) -> None:
         server.delay = 30.0
         loop = asyncio.get_running_loop()
@@ -313,7 +313,7 @@ def in_pod(server: FakeServer, folder: Path, token: str) -> dict[str, str]:
     return {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
 
 
-def test_a_rotated_token_is_taken_from_its_file_when_the_server_refuses_the_old_one(
+def test_a_rotated_token_is_read_from_its_file_if_the_server_refuses_the_old_token(
     tmp_path: Path,
 ) -> None:
     async def main() -> list[str]:
@@ -341,7 +341,7 @@ def test_a_rotated_token_is_taken_from_its_file_when_the_server_refuses_the_old_
     assert asyncio.run(main()) == ["second"]
 
 
-def test_outside_a_cluster_the_kubeconfig_is_read_and_a_missing_one_is_said(
+def test_outside_a_cluster_the_kubeconfig_is_read_and_a_missing_one_is_reported(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(SettingsError, match="KUBECONFIG"):

@@ -48,11 +48,11 @@ def cluster() -> Any:
     return LeaseCluster(Store())
 
 
-def test_nothing_may_be_written_before_the_lease_is_held(clock: Clock) -> None:
+def test_nothing_is_written_before_the_lease_is_held(clock: Clock) -> None:
     assert build_gate("a", clock).remaining() <= 0
 
 
-def test_the_first_gets_it_and_the_second_waits_its_whole_duration(
+def test_the_first_candidate_gets_the_lease_and_the_second_waits_a_whole_duration(
     clock: Clock, cluster: Any
 ) -> None:
     first, second = build_gate("a", clock), build_gate("b", clock)
@@ -67,7 +67,7 @@ def test_the_first_gets_it_and_the_second_waits_its_whole_duration(
     assert cluster.store.get(*PLACE)["spec"]["leaseTransitions"] == 1
 
 
-def test_the_holder_is_out_of_time_before_anybody_can_take_over(
+def test_the_lease_of_the_holder_ends_before_another_candidate_can_take_it(
     clock: Clock, cluster: Any
 ) -> None:
     first, second = build_gate("a", clock), build_gate("b", clock)
@@ -81,7 +81,7 @@ def test_the_holder_is_out_of_time_before_anybody_can_take_over(
     assert taken_at < 1020
 
 
-def test_a_renewal_seen_by_the_candidate_begins_its_wait_anew(
+def test_a_renewal_that_a_candidate_observes_restarts_its_wait(
     clock: Clock, cluster: Any
 ) -> None:
     first, second = build_gate("a", clock), build_gate("b", clock)
@@ -93,7 +93,7 @@ def test_a_renewal_seen_by_the_candidate_begins_its_wait_anew(
     assert cluster.store.get(*PLACE)["spec"]["leaseTransitions"] == 0
 
 
-def test_a_holder_that_was_stopped_finds_itself_out_of_time_and_then_another_in_its_place(
+def test_a_holder_that_was_stopped_finds_its_lease_expired_and_then_taken(
     clock: Clock, cluster: Any
 ) -> None:
     first, second = build_gate("a", clock), build_gate("b", clock)
@@ -106,7 +106,9 @@ def test_a_holder_that_was_stopped_finds_itself_out_of_time_and_then_another_in_
     assert first.remaining() < 0 < second.remaining()
 
 
-def test_of_two_that_reach_for_it_at_once_one_gets_it(clock: Clock, cluster: Any) -> None:
+def test_one_of_two_concurrent_candidates_gets_the_lease(
+    clock: Clock, cluster: Any
+) -> None:
     asyncio.run(build_gate("old", clock)._try(cluster))
     first, second = build_gate("a", clock), build_gate("b", clock)
     assert not asyncio.run(first._try(cluster)) and not asyncio.run(second._try(cluster))
@@ -124,7 +126,7 @@ def test_of_two_that_reach_for_it_at_once_one_gets_it(clock: Clock, cluster: Any
     assert first.remaining() < 0 < second.remaining()
 
 
-def test_a_lease_that_was_given_back_is_free_at_once(clock: Clock, cluster: Any) -> None:
+def test_a_released_lease_is_free_at_once(clock: Clock, cluster: Any) -> None:
     first, second = build_gate("a", clock), build_gate("b", clock)
     asyncio.run(first._try(cluster))
     asyncio.run(second._try(cluster))
@@ -133,14 +135,14 @@ def test_a_lease_that_was_given_back_is_free_at_once(clock: Clock, cluster: Any)
     assert asyncio.run(second._try(cluster))
 
 
-def test_a_restarted_holder_of_the_same_name_takes_its_own_lease_again_at_once(
+def test_a_restarted_holder_of_the_same_name_takes_its_lease_again_at_once(
     clock: Clock, cluster: Any
 ) -> None:
     asyncio.run(build_gate("pod_uid", clock)._try(cluster))
     assert asyncio.run(build_gate("pod_uid", clock)._try(cluster))
 
 
-def test_one_that_cannot_renew_holds_on_for_its_time_and_then_holds_it_no_more(
+def test_a_holder_that_cannot_renew_keeps_the_lease_until_its_end_only(
     cluster: Any,
 ) -> None:
     async def main() -> None:
@@ -163,7 +165,7 @@ def test_one_that_cannot_renew_holds_on_for_its_time_and_then_holds_it_no_more(
     virtual_time.run(main())
 
 
-def test_a_renewal_that_hangs_does_not_outlive_the_lease(cluster: Any) -> None:
+def test_a_renewal_that_hangs_does_not_outlast_the_lease(cluster: Any) -> None:
     async def hang(*_: Any) -> Any:
         await asyncio.sleep(60)
 
@@ -179,7 +181,7 @@ def test_a_renewal_that_hangs_does_not_outlive_the_lease(cluster: Any) -> None:
     virtual_time.run(main())
 
 
-def test_one_that_has_lost_it_takes_it_again_as_soon_as_the_api_server_answers(
+def test_a_holder_that_lost_the_lease_takes_it_again_when_the_api_server_answers(
     cluster: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -230,7 +232,7 @@ def test_a_lease_that_became_free_while_the_process_was_stopped_is_not_renewed(
     assert asyncio.run(first._try(cluster)), "as a new holder it may have it"
 
 
-def test_a_server_that_does_not_answer_does_not_end_the_waiting(
+def test_a_candidate_keeps_waiting_if_the_server_does_not_answer(
     clock: Clock, cluster: Any
 ) -> None:
     async def fail(*_: Any) -> Awaitable[Any]:

@@ -31,7 +31,7 @@ def managed(manager: str, **spec: Any) -> Simulation:
         {"storage": {"claimName": "shared"}},
     ],
 )
-def test_nothing_at_all_is_written_for_a_run_of_another_controller(spec: Any) -> None:
+def test_nothing_is_written_for_a_run_of_another_controller(spec: Any) -> None:
     simulation = managed(OTHER, **spec)
     tried: list[Write] = []
     simulation.store.before = tried.append
@@ -44,7 +44,7 @@ def test_nothing_at_all_is_written_for_a_run_of_another_controller(spec: Any) ->
     assert simulation.children() == []
 
 
-def test_what_another_controller_writes_about_its_run_stays() -> None:
+def test_the_status_that_another_controller_writes_to_its_run_stays() -> None:
     simulation = managed(OTHER)
     status = {"phase": "Running", "message": "runs in cluster b", "observedGeneration": 1}
     simulation.store.change("trainingruns", *KEY, {"status": status})
@@ -56,14 +56,14 @@ def test_what_another_controller_writes_about_its_run_stays() -> None:
     assert simulation.status == status and simulation.store.writes == []
 
 
-def test_a_run_that_names_the_operator_itself_is_as_one_that_names_nobody() -> None:
+def test_managed_by_with_the_name_of_the_operator_is_equal_to_no_managed_by() -> None:
     simulation = managed("evergrad.dev/operator")
     simulation.settle()
     assert simulation.pods() == ["run-0-0", "run-1-0"]
     assert simulation.status["phase"] == "Starting"
 
 
-def test_a_run_of_another_controller_is_in_no_metric_and_named_on_the_page_of_all_runs() -> (
+def test_a_run_of_another_controller_has_no_metrics_and_is_marked_on_the_fleet_page() -> (
     None
 ):
     simulation = managed(OTHER)

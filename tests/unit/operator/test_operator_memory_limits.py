@@ -20,14 +20,14 @@ def end_out_of_memory(note: str) -> str:
     return str(world.status["lastFailure"]["message"])
 
 
-def test_the_limit_that_a_limit_range_has_set_is_named_with_its_source() -> None:
+def test_a_memory_limit_from_a_limit_range_is_named_with_its_source() -> None:
     note = "LimitRanger plugin set: cpu request for container trainer; memory limit for container trainer"
     assert end_out_of_memory(note) == (
         "its memory limit was 128Mi, from a LimitRange of the namespace, since the run sets none"
     )
 
 
-def test_a_limit_of_the_run_itself_is_named_alone() -> None:
+def test_a_memory_limit_of_the_run_itself_is_named_alone() -> None:
     note = "LimitRanger plugin set: cpu limit for container trainer"
     assert end_out_of_memory(note) == "its memory limit was 128Mi"
 

@@ -30,9 +30,7 @@ def deep_run(levels: int = 900) -> dict[str, Any]:
     }
 
 
-def test_a_list_with_an_object_of_as_many_levels_as_an_api_server_keeps_can_be_read() -> (
-    None
-):
+def test_an_object_with_the_deepest_nesting_that_an_api_server_stores_can_be_read() -> None:
     done = subprocess.run(
         [sys.executable, "-c", READ],
         capture_output=True,
@@ -43,7 +41,7 @@ def test_a_list_with_an_object_of_as_many_levels_as_an_api_server_keeps_can_be_r
     assert (done.returncode, done.stdout.split()[0]) == (0, "other"), done.stderr[-500:]
 
 
-def test_a_run_that_is_nested_too_deeply_has_one_problem_and_is_cut_before_it_is_kept() -> (
+def test_a_run_that_is_nested_too_deeply_has_one_problem_and_is_cut_before_it_is_cached() -> (
     None
 ):
     kept = slim_run(deep_run())

@@ -56,7 +56,7 @@ def terminated(code: int, reason: str = "Error", message: str = "") -> dict[str,
     }
 
 
-def test_a_pod_is_read_into_values() -> None:
+def test_a_pod_is_parsed_into_values() -> None:
     status = {
         "phase": "Running",
         "podIP": "10.0.0.1",
@@ -84,7 +84,7 @@ def test_a_pod_is_read_into_values() -> None:
     assert (pod.created_at, pod.node_name, pod.ip) == (START, "a", "10.0.0.1")
 
 
-def test_an_end_is_read_with_its_words_and_time() -> None:
+def test_an_ended_pod_is_parsed_with_its_message_and_time() -> None:
     pod = parse_pod(make_pod(terminated(70, message="x" * 3000 + "the cause")))
     assert pod is not None and pod.end is not None
     assert (pod.end.cause, pod.end.exit_code, pod.end.at) == (
@@ -115,7 +115,7 @@ def test_an_end_is_read_with_its_words_and_time() -> None:
         ({**terminated(70), "reason": "Evicted"}, False, PodCause.EVICTED),
     ],
 )
-def test_who_ended_a_pod_counts_more_than_its_exit_code_unless_that_is_certain(
+def test_the_component_that_ended_a_pod_outweighs_all_but_definite_exit_codes(
     status: dict[str, Any], deleting: bool, cause: PodCause
 ) -> None:
     times = {"deletionTimestamp": format_time(START + 30)} if deleting else {}
@@ -124,7 +124,7 @@ def test_who_ended_a_pod_counts_more_than_its_exit_code_unless_that_is_certain(
     assert describe_cause(pod) == cause
 
 
-def test_a_coordinators_container_that_ended_comes_again_and_is_no_end() -> None:
+def test_an_ended_coordinator_container_that_restarts_does_not_end_its_pod() -> None:
     labels = {**LABELS, "evergrad.dev/role": "coordinator"}
     state = {"terminated": {"exitCode": 1, "reason": "Error"}}
     status = {
@@ -136,7 +136,7 @@ def test_a_coordinators_container_that_ended_comes_again_and_is_no_end() -> None
     assert (pod.is_live, pod.is_running) == (True, False)
 
 
-def test_a_nodes_container_that_ended_has_ended_before_the_pods_phase_says_so() -> None:
+def test_a_node_whose_container_has_ended_has_ended_before_the_pod_phase_changes() -> None:
     pod = parse_pod(make_pod({**terminated(70), "phase": "Running"}))
     assert pod is not None
     assert pod.end is not None
@@ -152,7 +152,7 @@ def test_a_nodes_container_that_ended_has_ended_before_the_pods_phase_says_so() 
         {**LABELS, "evergrad.dev/attempt": "9" * 30},
     ],
 )
-def test_a_pod_without_our_labels_is_passed_over(labels: dict[str, str]) -> None:
+def test_a_pod_without_evergrad_labels_is_ignored(labels: dict[str, str]) -> None:
     assert parse_pod(make_pod({"phase": "Running"}, labels=labels or {"a": "b"})) is None
 
 
@@ -195,7 +195,7 @@ def test_no_status_of_a_run_breaks_the_operator(status: dict[str, Any]) -> None:
     world.reconcile()
 
 
-def test_annotations_of_other_programs_and_broken_records_are_passed_over() -> None:
+def test_foreign_annotations_and_broken_records_are_ignored() -> None:
     annotations = {
         "note": "x",
         "run.evergrad.dev/a": "not JSON",
@@ -228,7 +228,7 @@ def test_a_record_is_read_as_it_was_written() -> None:
     assert len(build_record(written)) < 300
 
 
-def test_only_other_runs_in_the_same_folder_of_the_same_claim_matter() -> None:
+def test_only_other_runs_in_the_same_folder_of_the_same_claim_are_observed() -> None:
     run = make_run("mine", storage={"claimName": "shared", "path": "x"})
     others = [
         make_run("mine", storage={"claimName": "shared"}),
@@ -246,7 +246,7 @@ def test_only_other_runs_in_the_same_folder_of_the_same_claim_matter() -> None:
     ]
 
 
-def test_a_recipe_is_the_same_however_its_keys_are_ordered_and_with_its_nulls() -> None:
+def test_a_recipe_is_equal_in_any_key_order_and_with_null_values() -> None:
     run = make_run()
     training = run["spec"]["training"]
     turned = dict(reversed(training.items())) | {
@@ -268,7 +268,7 @@ def recipe_of(raw: dict[str, Any]) -> str:
     return parse_run(raw).parsed.recipe_hash
 
 
-def test_a_coordinators_answer_is_read_into_values() -> None:
+def test_a_coordinator_status_is_parsed_into_values() -> None:
     from evergrad_coordinator.rules.group import new_group
     from evergrad_coordinator.rules.state import GroupSettings
     from evergrad_coordinator.rules.status import build_status
@@ -302,7 +302,7 @@ def test_a_coordinators_answer_is_read_into_values() -> None:
         {"phase": "Running", "nodes": []},
     ],
 )
-def test_what_no_coordinator_says_is_refused(raw: dict[str, Any]) -> None:
+def test_a_status_that_no_coordinator_sends_is_refused(raw: dict[str, Any]) -> None:
     with pytest.raises(ProgressError, match="another program") as refused:
         parse_progress(raw, attempt=1)
     assert isinstance(refused.value, OperatorError)
@@ -324,7 +324,7 @@ FIELDS = (
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS), ANYTHING))
-def test_no_answer_on_a_coordinators_port_breaks_the_operator(
+def test_no_response_on_the_port_of_a_coordinator_breaks_the_operator(
     fields: dict[str, Any],
 ) -> None:
     world = Simulation()

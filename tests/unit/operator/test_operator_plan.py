@@ -135,7 +135,7 @@ WORLDS = {"minimal": minimal, "full": full, "script": script, "annotated": annot
 
 
 @pytest.mark.parametrize("name", list(WORLDS))
-def test_a_whole_plan_is_as_it_was(name: str) -> None:
+def test_a_whole_plan_matches_its_golden_file(name: str) -> None:
     # To accept a change: GOLDEN=write make test PYTEST=tests/unit/operator/test_operator_plan.py
     world = WORLDS[name]()
     world.reconcile()
@@ -162,7 +162,7 @@ def test_a_whole_plan_is_as_it_was(name: str) -> None:
     assert built == yaml.safe_load(path.read_text())
 
 
-def test_the_pod_of_an_evaluation_is_as_it_was() -> None:
+def test_the_pod_of_an_evaluation_matches_its_golden_file() -> None:
     # To accept a change: as above.
     world = full()
     training = world.raw["spec"]["training"]
@@ -192,7 +192,7 @@ def test_the_pod_of_an_evaluation_is_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("name", list(WORLDS))
-def test_every_planned_pod_may_run_where_pod_security_restricted_is_enforced(
+def test_every_planned_pod_is_allowed_by_the_restricted_pod_security_standard(
     name: str,
 ) -> None:
     world = WORLDS[name]()
@@ -208,7 +208,7 @@ def test_every_planned_pod_may_run_where_pod_security_restricted_is_enforced(
         assert pod["spec"]["securityContext"]["runAsUser"] == 10001
 
 
-def test_the_check_of_restricted_pods_finds_what_it_looks_for() -> None:
+def test_the_check_of_restricted_pods_detects_violations() -> None:
     world = minimal()
     world.reconcile()
     pod = json.loads(json.dumps(world.plan.create[1]))
@@ -237,7 +237,7 @@ def test_the_check_of_restricted_pods_finds_what_it_looks_for() -> None:
         assert any(said in text for text in violations(broken)), said
 
 
-def test_the_coordinators_arguments_are_those_it_takes() -> None:
+def test_coordinator_arguments_are_accepted_by_the_coordinator() -> None:
     for build in WORLDS.values():
         world = build()
         world.reconcile()
@@ -253,7 +253,7 @@ def test_the_coordinators_arguments_are_those_it_takes() -> None:
         assert options.recovery == ("fresh" if build is script else "in-process")
 
 
-def test_the_nodes_arguments_are_those_the_trainer_takes() -> None:
+def test_node_arguments_are_accepted_by_the_trainer() -> None:
     for build in WORLDS.values():
         world = build()
         world.reconcile()
@@ -270,7 +270,9 @@ def test_the_nodes_arguments_are_those_the_trainer_takes() -> None:
         assert grace == options.grace + 5
 
 
-def test_what_nodes_read_is_the_run_without_what_only_concerns_the_operator() -> None:
+def test_nodes_read_the_manifest_without_the_fields_that_only_concern_the_operator() -> (
+    None
+):
     world = full()
     world.reconcile()
     config = next(child for child in world.plan.apply if child["kind"] == "ConfigMap")
@@ -290,7 +292,7 @@ def test_what_nodes_read_is_the_run_without_what_only_concerns_the_operator() ->
     assert told["command"] == ["train.py", "--note", "$(rm -rf /); `id` 'x'"]
 
 
-def test_no_text_of_a_user_is_in_a_pods_command_or_becomes_a_reference() -> None:
+def test_no_user_text_is_in_a_pod_command_or_becomes_a_reference() -> None:
     world = script()
     world.reconcile()
     assert "rm -rf" not in json.dumps(world.plan.create)
@@ -300,7 +302,7 @@ def test_no_text_of_a_user_is_in_a_pods_command_or_becomes_a_reference() -> None
     assert world.plan.create == ()
 
 
-def test_secrets_are_only_ever_referred_to() -> None:
+def test_secrets_appear_only_as_references() -> None:
     world = full()
     world.reconcile()
     variables = {
@@ -331,7 +333,7 @@ def test_labels_of_the_run_are_passed_on_by_an_allow_list_only() -> None:
     )
 
 
-def test_a_queue_admits_the_smallest_group_together_and_each_node_above_it_alone() -> None:
+def test_a_queue_admits_the_smallest_group_together_and_each_further_node_alone() -> None:
     world = full()
     world.reconcile()
     first = world.plan.create[1:]
@@ -376,7 +378,7 @@ def test_a_queue_admits_the_smallest_group_together_and_each_node_above_it_alone
     ] == ["3"] * 3
 
 
-def test_nodes_lost_beside_one_that_was_admitted_alone_are_a_group_of_their_own() -> None:
+def test_nodes_lost_with_a_separately_admitted_node_form_a_group_of_their_own() -> None:
     world = full()
     world.set_spec(nodes={"min": 3, "max": 3})
     world.run()
@@ -394,7 +396,7 @@ def test_nodes_lost_beside_one_that_was_admitted_alone_are_a_group_of_their_own(
     assert all("kueue.x-k8s.io/pod-group-pod-index-label" not in one for one in annotations)
 
 
-def test_the_users_tolerations_for_silent_nodes_take_the_place_of_ours() -> None:
+def test_user_tolerations_for_unreachable_nodes_replace_the_defaults() -> None:
     patient = [
         {
             "key": "node.kubernetes.io/unreachable",
@@ -415,7 +417,7 @@ def test_the_users_tolerations_for_silent_nodes_take_the_place_of_ours() -> None
     assert world.plan.create[1]["spec"]["tolerations"] == [{"operator": "Exists"}]
 
 
-def test_children_are_owned_and_the_volume_is_not() -> None:
+def test_children_have_an_owner_and_the_volume_has_none() -> None:
     world = minimal()
     world.reconcile()
     assert world.plan.token is not None
@@ -450,7 +452,7 @@ def with_volume(
     return world
 
 
-def test_a_claim_that_is_to_go_with_its_run_is_owned_once_it_is_seen_to_be_the_runs() -> (
+def test_a_claim_to_be_deleted_with_its_run_is_owned_once_observed_as_part_of_the_run() -> (
     None
 ):
     world = with_volume(whenDeleted="Delete")
@@ -472,7 +474,7 @@ def test_a_claim_that_is_to_go_with_its_run_is_owned_once_it_is_seen_to_be_the_r
     assert "ownerReferences" not in world.plan.claim["metadata"]
 
 
-def test_a_claim_that_is_to_stay_loses_its_owner_also_while_the_run_is_held() -> None:
+def test_a_claim_that_must_stay_loses_its_owner_while_the_run_is_held_too() -> None:
     world = with_volume(whenDeleted="Delete")
     world.set_spec(template={"nodeSelector": {"bad key!": "x"}})
     held = world.reconcile()
@@ -524,7 +526,7 @@ def test_a_claim_that_is_to_stay_loses_its_owner_also_while_the_run_is_held() ->
         "another run's data are on it",
     ],
 )
-def test_a_claim_is_owned_by_its_run_only_where_it_was_asked_for_and_holds_nothing_else(
+def test_a_claim_is_owned_by_its_run_only_on_request_and_if_it_holds_no_other_data(
     given: dict[str, Any],
 ) -> None:
     assert with_volume(**given).plan.claim is None
@@ -564,7 +566,7 @@ def test_records_of_unfinished_runs_are_dropped_last_and_counted() -> None:
     assert find_stale_records(run, claim, None).annotations == ()
 
 
-def test_the_status_says_whether_the_claim_goes_with_the_run() -> None:
+def test_the_status_reports_whether_the_claim_is_deleted_with_the_run() -> None:
     world = with_volume(whenDeleted="Delete")
     assert world.status["volume"] == {"goesWithRun": True}
     world.users = frozenset({"docs-lm", "reader"})
@@ -578,7 +580,7 @@ def test_the_status_says_whether_the_claim_goes_with_the_run() -> None:
     assert "volume" not in with_volume().status
 
 
-def test_a_claim_that_an_earlier_release_has_made_and_owned_stays_owned() -> None:
+def test_a_claim_that_an_earlier_release_created_and_owned_stays_owned() -> None:
     world = with_volume(whenDeleted="Delete")
     metadata = world.children["PersistentVolumeClaim", "docs-lm"]["metadata"]
     del metadata["annotations"]["evergrad.dev/made-for"]
@@ -586,7 +588,9 @@ def test_a_claim_that_an_earlier_release_has_made_and_owned_stays_owned() -> Non
     assert world.status["volume"] == {"goesWithRun": True}
 
 
-def test_a_claim_that_somebody_has_made_under_the_runs_name_gets_the_record_alone() -> None:
+def test_a_claim_that_a_user_created_under_the_name_of_the_run_gets_only_the_record() -> (
+    None
+):
     world = with_volume(whenDeleted="Delete")
     metadata = world.children["PersistentVolumeClaim", "docs-lm"]["metadata"]
     metadata["labels"] = {"team": "x"}
@@ -599,7 +603,7 @@ def test_a_claim_that_somebody_has_made_under_the_runs_name_gets_the_record_alon
     assert world.status["volume"] == {"goesWithRun": False}
 
 
-def test_an_owner_that_somebody_has_put_on_a_claim_is_left_there() -> None:
+def test_an_owner_that_a_user_has_set_on_a_claim_stays() -> None:
     world = with_volume()
     claim = world.children["PersistentVolumeClaim", "docs-lm"]
     claim["metadata"]["ownerReferences"] = [{"uid": "uid-docs-lm"}]
@@ -607,7 +611,7 @@ def test_an_owner_that_somebody_has_put_on_a_claim_is_left_there() -> None:
     assert world.plan.claim is None
 
 
-def test_an_existing_claim_gets_nothing_but_the_runs_record() -> None:
+def test_an_existing_claim_gets_only_the_record_of_the_run() -> None:
     world = full()
     world.reconcile()
     claim = world.plan.claim
@@ -618,7 +622,7 @@ def test_an_existing_claim_gets_nothing_but_the_runs_record() -> None:
     assert world.plan.claim_manager == "evergrad-operator-docs-lm"
 
 
-def test_a_claim_that_an_earlier_run_left_is_taken_as_it_is() -> None:
+def test_a_claim_that_an_earlier_run_left_is_used_unchanged() -> None:
     world = Simulation(make_run(storage={"size": "9Gi"}))
     spec = {
         "accessModes": ["ReadWriteOnce"],
@@ -653,7 +657,7 @@ def test_a_claim_that_an_earlier_run_left_is_taken_as_it_is() -> None:
         ((2, 2), {}, {"storage_access_mode": "ReadWriteOnce"}, ["ReadWriteOnce"], True),
     ],
 )
-def test_a_volume_is_asked_for_as_many_hosts_as_the_run_has_nodes(
+def test_a_volume_is_requested_for_as_many_hosts_as_the_run_has_nodes(
     nodes: tuple[int, int],
     storage: dict[str, Any],
     config: dict[str, str],
@@ -686,7 +690,7 @@ def test_a_volume_is_asked_for_as_many_hosts_as_the_run_has_nodes(
     ("nodes", "fewest"),
     [((1, 1), None), ((1, 4), 1), ((2, 2), 1), ((2, 4), 2), ((4, 4), 3)],
 )
-def test_a_drain_leaves_the_smallest_group_or_one_less_where_there_are_no_others(
+def test_a_drain_leaves_the_smallest_group_or_one_node_less_without_spare_nodes(
     nodes: tuple[int, int], fewest: int | None
 ) -> None:
     world = Simulation(make_run(nodes={"min": nodes[0], "max": nodes[1]}))
@@ -732,7 +736,7 @@ def test_a_drain_leaves_the_smallest_group_or_one_less_where_there_are_no_others
         ),
     ],
 )
-def test_a_pod_lives_a_little_longer_than_its_node_has_to_leave(
+def test_the_grace_period_of_a_pod_exceeds_the_time_that_its_node_has_to_drain(
     changes: dict[str, Any], pod: int, node: int
 ) -> None:
     world = Simulation(make_run(**changes))
@@ -745,7 +749,7 @@ def test_a_pod_lives_a_little_longer_than_its_node_has_to_leave(
     assert arguments[arguments.index("--grace") + 1] == str(node)
 
 
-def test_what_is_switched_off_or_not_needed_any_more_is_deleted() -> None:
+def test_children_that_are_disabled_or_no_longer_needed_are_deleted() -> None:
     world = Simulation().run()
     world.config = Config(
         CONFIG.trainer_image,
@@ -761,7 +765,7 @@ def test_what_is_switched_off_or_not_needed_any_more_is_deleted() -> None:
     }
 
 
-def test_a_child_that_somebody_changed_is_applied_again() -> None:
+def test_a_child_that_was_changed_is_applied_again() -> None:
     world = Simulation().run()
     world.children["Service", "docs-lm-coordinator"]["metadata"]["annotations"][
         "evergrad.dev/applied-hash"
@@ -773,7 +777,7 @@ def test_a_child_that_somebody_changed_is_applied_again() -> None:
     assert [child["kind"] for child in world.plan.apply] == ["ConfigMap"]
 
 
-def test_names_of_children_fit_however_long_the_runs_name_and_the_numbers_are() -> None:
+def test_names_of_children_fit_for_long_run_names_and_large_numbers() -> None:
     world = Simulation(make_run("x" * 45, nodes={"min": 1, "max": 1024}))
     world.reconcile()
     for child in (*world.plan.apply, *world.plan.create):
@@ -781,9 +785,7 @@ def test_names_of_children_fit_however_long_the_runs_name_and_the_numbers_are() 
     assert len(world.plan.create) == 1025
 
 
-def test_a_metrics_port_of_the_users_own_is_kept_and_any_free_port_is_not_declared() -> (
-    None
-):
+def test_a_metrics_port_set_by_the_user_is_kept_and_a_random_port_is_not_declared() -> None:
     world = script()
     world.reconcile()
     assert world.plan.create[1]["spec"]["containers"][0]["ports"] == [
@@ -795,7 +797,7 @@ def test_a_metrics_port_of_the_users_own_is_kept_and_any_free_port_is_not_declar
     assert "ports" not in world.plan.create[1]["spec"]["containers"][0]
 
 
-def test_the_network_policy_lets_in_the_run_its_operator_and_its_metrics_only() -> None:
+def test_the_network_policy_admits_only_the_run_its_operator_and_its_metrics() -> None:
     world = full()
     world.reconcile()
     policy = next(child for child in world.plan.apply if child["kind"] == "NetworkPolicy")[
@@ -813,9 +815,7 @@ def test_the_network_policy_lets_in_the_run_its_operator_and_its_metrics_only() 
     assert metrics == {"ports": [{"port": 29402, "protocol": "TCP"}]}
 
 
-def test_where_scraping_namespaces_are_named_they_reach_nodes_and_the_coordinator_and_nobody_else_does() -> (
-    None
-):
+def test_only_the_named_scraping_namespaces_reach_nodes_and_coordinator() -> None:
     world = Simulation(
         make_run(),
         config=dataclasses.replace(CONFIG, metrics_from=("monitoring", "prometheus")),
@@ -837,7 +837,7 @@ def test_where_scraping_namespaces_are_named_they_reach_nodes_and_the_coordinato
     assert all("from" in rule for rule in policy["ingress"])
 
 
-def test_a_coordinator_that_is_replaced_expects_the_nodes_that_are_there() -> None:
+def test_a_replaced_coordinator_expects_the_nodes_that_exist() -> None:
     world = Simulation(make_run(nodes={"min": 1, "max": 3})).run()
     world.age(100)
     world.vanish("docs-lm-coordinator-0")
@@ -847,7 +847,7 @@ def test_a_coordinator_that_is_replaced_expects_the_nodes_that_are_there() -> No
     assert arguments[arguments.index("--expect") + 1] == "2"
 
 
-def test_a_resumed_run_has_all_its_pods_made_in_the_pass_that_sees_it() -> None:
+def test_a_resumed_run_creates_all_its_pods_in_the_pass_that_observes_it() -> None:
     world = Simulation().run()
     world.train(40, checkpointStep=40)
     world.settle()
@@ -871,7 +871,7 @@ def test_a_resumed_run_has_all_its_pods_made_in_the_pass_that_sees_it() -> None:
 
 
 @pytest.mark.parametrize(("is_script", "expected"), [(False, "2"), (True, "3")])
-def test_a_start_does_not_wait_for_elastic_nodes_that_a_queue_admits_later(
+def test_the_start_does_not_wait_for_elastic_nodes_that_a_queue_admits_later(
     is_script: bool, expected: str
 ) -> None:
     changes: dict[str, Any] = {"script": {"command": ["train.py"]}} if is_script else {}
@@ -898,7 +898,7 @@ def coordinator_of(template: dict[str, Any]) -> dict[str, Any]:
     return dict(world.plan.create[0])
 
 
-def test_the_coordinator_may_be_where_the_nodes_may_and_counts_as_much() -> None:
+def test_the_coordinator_may_run_where_nodes_may_run_and_has_their_priority() -> None:
     hosts = {
         "requiredDuringSchedulingIgnoredDuringExecution": {
             "nodeSelectorTerms": [{"matchExpressions": []}]
@@ -919,9 +919,7 @@ def test_the_coordinator_may_be_where_the_nodes_may_and_counts_as_much() -> None
     assert spec["priorityClassName"] == "high"
 
 
-def test_the_coordinator_keeps_away_from_nothing_and_needs_no_accelerators_runtime() -> (
-    None
-):
+def test_the_coordinator_has_no_anti_affinity_and_no_accelerator_runtime() -> None:
     spec = coordinator_of(
         {
             "affinity": {
@@ -949,7 +947,7 @@ def test_the_coordinator_keeps_away_from_nothing_and_needs_no_accelerators_runti
     } & set(spec)
 
 
-def test_the_coordinator_bears_what_keeps_sidecars_out_and_hosts_in_use() -> None:
+def test_the_coordinator_keeps_sidecar_opt_outs_and_do_not_disrupt_annotations() -> None:
     metadata = coordinator_of(
         {
             "labels": {"sidecar.istio.io/inject": "false", "team": "research"},
@@ -973,7 +971,7 @@ def test_the_coordinator_bears_what_keeps_sidecars_out_and_hosts_in_use() -> Non
 @pytest.mark.parametrize(
     "kind", ["podAntiAffinity", "podAffinity", "topologySpreadConstraints"]
 )
-def test_constraints_of_the_nodes_among_each_other_do_not_count_the_coordinator(
+def test_constraints_between_nodes_ignore_the_coordinator(
     kind: str,
 ) -> None:
     selector = {
@@ -996,9 +994,7 @@ def test_constraints_of_the_nodes_among_each_other_do_not_count_the_coordinator(
     assert {key: found[key] for key in labels if key in found} == {"team": "research"}
 
 
-def test_what_a_template_asks_for_a_training_pod_alone_is_not_asked_for_the_coordinator() -> (
-    None
-):
+def test_template_requests_for_training_pods_do_not_apply_to_the_coordinator() -> None:
     metadata = coordinator_of(
         {
             "labels": {
@@ -1019,9 +1015,7 @@ def test_what_a_template_asks_for_a_training_pod_alone_is_not_asked_for_the_coor
     assert list(metadata["annotations"]) == ["evergrad.dev/restart"]
 
 
-def test_pods_are_annotated_for_a_prometheus_that_looks_for_it_where_the_installation_asks() -> (
-    None
-):
+def test_pods_are_annotated_for_prometheus_if_the_installation_requests_it() -> None:
     def scraped(spec: Mapping[str, Any], **changes: Any) -> dict[str, dict[str, str]]:
         world = Simulation(make_run(nodes={"min": 1, "max": 1}, **spec))
         world.config = dataclasses.replace(CONFIG, **changes)
@@ -1059,7 +1053,7 @@ def budget_of_coordinator(world: Simulation) -> int:
     )
 
 
-def test_a_coordinator_is_not_evicted_while_its_group_changes_and_may_be_while_it_trains() -> (
+def test_a_coordinator_may_be_evicted_while_its_group_trains_but_not_while_it_changes() -> (
     None
 ):
     world = Simulation(make_run(nodes={"min": 2, "max": 2}))
@@ -1083,7 +1077,7 @@ def test_a_coordinator_is_not_evicted_while_its_group_changes_and_may_be_while_i
     }
 
 
-def test_a_run_of_one_node_protects_its_coordinator_too() -> None:
+def test_the_coordinator_of_a_single_node_run_is_protected_too() -> None:
     world = Simulation(make_run(nodes={"min": 1, "max": 1})).run()
     assert [name for kind, name in world.children if kind == "PodDisruptionBudget"] == [
         "docs-lm.coordinator"
@@ -1093,7 +1087,7 @@ def test_a_run_of_one_node_protects_its_coordinator_too() -> None:
     assert budget_of_coordinator(world) == 1
 
 
-def test_a_coordinator_waits_for_a_group_of_before_only_where_one_may_be_at_work() -> None:
+def test_a_coordinator_waits_for_a_previous_group_only_if_one_may_be_active() -> None:
     def is_told(world: Simulation) -> bool:
         (pod,) = [
             one

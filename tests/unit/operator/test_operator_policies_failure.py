@@ -61,7 +61,7 @@ def test_a_user_error_ends_the_run_at_once_with_the_root_cause_and_a_remedy() ->
     ]
 
 
-def test_the_earliest_of_several_user_errors_is_told() -> None:
+def test_the_earliest_of_several_user_errors_is_reported() -> None:
     world = begun()
     world.age(10)
     world.end("docs-lm-2-0", 64, message="the cause")
@@ -73,9 +73,7 @@ def test_the_earliest_of_several_user_errors_is_told() -> None:
     )
 
 
-def test_others_of_a_failed_run_have_a_moment_to_end_by_themselves_and_keep_their_logs() -> (
-    None
-):
+def test_other_nodes_of_a_failed_run_have_ten_seconds_to_end_and_keep_their_logs() -> None:
     world = begun()
     world.end("docs-lm-1-0", 64)
     world.end("docs-lm-0-0", 64)
@@ -119,7 +117,7 @@ def test_exit_code_64_of_one_node_never_ends_a_run_whose_group_trains() -> None:
     assert world.status["restarts"]["byCause"] == {"UserError": 8}
 
 
-def test_exit_codes_64_end_no_run_that_trained_under_an_older_operator() -> None:
+def test_exit_code_64_does_not_end_a_run_that_trained_under_an_older_operator() -> None:
     """Its nodes know no token: those that a new coordinator turns away end with 64."""
     world = Simulation().run()
     del world.raw["status"]["memory"]["formed"]
@@ -133,9 +131,7 @@ def test_exit_codes_64_end_no_run_that_trained_under_an_older_operator() -> None
     assert sorted(world.live()) == ["docs-lm-0-1", "docs-lm-1-1", "docs-lm-2-1"]
 
 
-def test_a_lost_node_of_a_coordinator_without_a_token_gets_none_until_that_is_replaced() -> (
-    None
-):
+def test_a_replaced_node_gets_no_token_until_its_older_coordinator_is_replaced() -> None:
     """It was made by an operator before tokens, and turns away whoever brings one."""
     world = Simulation().run()
     spec = world.pods["docs-lm-coordinator-0"]["spec"]
@@ -157,7 +153,7 @@ def test_a_lost_node_of_a_coordinator_without_a_token_gets_none_until_that_is_re
     assert names_token("docs-lm-coordinator-1") and names_token("docs-lm-1-2")
 
 
-def test_nodes_that_follow_the_coordinators_outcome_with_64_are_no_restarts() -> None:
+def test_nodes_that_exit_with_64_after_the_coordinator_outcome_count_no_restarts() -> None:
     world = Simulation().run()
     world.train(
         12, phase="Failed", reason="UserError", message="ValueError: the eighth sin"
@@ -168,7 +164,7 @@ def test_nodes_that_follow_the_coordinators_outcome_with_64_are_no_restarts() ->
     assert world.status["restarts"] == {"total": 0}
 
 
-def test_a_first_exit_code_64_waits_for_what_other_nodes_say_and_is_tried_elsewhere() -> (
+def test_a_first_exit_code_64_waits_for_other_nodes_and_is_retried_on_another_host() -> (
     None
 ):
     world = begun()
@@ -191,7 +187,7 @@ def test_a_first_exit_code_64_waits_for_what_other_nodes_say_and_is_tried_elsewh
 
 
 @pytest.mark.parametrize("has_formed_between", [True, False])
-def test_an_exit_code_64_of_before_a_group_or_an_edit_accuses_nobody_after_it(
+def test_an_exit_code_64_from_before_a_group_or_an_edit_is_not_counted_later(
     has_formed_between: bool,
 ) -> None:
     world = begun()
@@ -255,7 +251,7 @@ def one_node(world: Simulation) -> None:
 @pytest.mark.parametrize(
     "story", [two_tries, two_hosts, one_host, one_node], ids=lambda story: story.__name__
 )
-def test_an_input_error_is_final_once_no_other_host_can_cure_it(
+def test_an_input_error_is_final_if_no_other_host_can_resolve_it(
     story: Callable[[Simulation], None],
 ) -> None:
     world = begun()
@@ -265,7 +261,7 @@ def test_an_input_error_is_final_once_no_other_host_can_cure_it(
     assert "bad data" in decision.message
 
 
-def test_two_nodes_of_one_host_say_no_more_than_one_while_there_are_others() -> None:
+def test_two_input_errors_on_one_host_count_as_one_while_other_hosts_exist() -> None:
     world = begun()
     for name in ("docs-lm-0-0", "docs-lm-1-0"):
         world.pods[name]["spec"]["nodeName"] = "broken"
@@ -274,7 +270,7 @@ def test_two_nodes_of_one_host_say_no_more_than_one_while_there_are_others() -> 
     assert world.status["phase"] != "Failed"
 
 
-def test_a_restart_and_a_resumption_ask_anew_whether_the_input_is_right() -> None:
+def test_a_restart_and_a_resumption_forget_that_the_input_was_valid() -> None:
     for change in ({"restartNonce": "again"}, {"suspend": True}):
         world = Simulation().run()
         world.set_spec(**change)
@@ -297,7 +293,9 @@ def host_fault(text: str = "error: /volume: [Errno 116] Stale file handle") -> s
     return encode_termination(ErrorKind.ENVIRONMENT, text).decode()
 
 
-def test_a_host_fault_is_free_and_its_node_comes_back_at_once_elsewhere_if_it_can() -> None:
+def test_a_host_fault_counts_no_failure_and_its_node_is_replaced_at_once_on_another_host() -> (
+    None
+):
     world = Simulation().run()
     world.age(100)
     world.end("docs-lm-1-0", 70, message=host_fault())
@@ -314,7 +312,7 @@ def test_a_host_fault_is_free_and_its_node_comes_back_at_once_elsewhere_if_it_ca
     )
 
 
-def test_host_faults_in_a_row_are_tried_later_each_time_and_delay_nobody_else() -> None:
+def test_repeated_host_faults_of_one_node_back_off_and_delay_no_other_node() -> None:
     world = Simulation().run()
     pauses = []
     for attempt in range(5):
@@ -378,7 +376,7 @@ def test_many_hosts_that_fail_a_run_stall_it_and_never_end_it() -> None:
     )
 
 
-def test_a_device_plugin_that_refuses_a_pod_speaks_against_its_host() -> None:
+def test_a_pod_that_a_device_plugin_refuses_counts_against_its_host() -> None:
     world = Simulation().run()
     world.age(100)
     world.pods["docs-lm-0-0"]["status"] = {
@@ -390,7 +388,7 @@ def test_a_device_plugin_that_refuses_a_pod_speaks_against_its_host() -> None:
     assert "host-0" in json.dumps(world.pods["docs-lm-0-1"]["spec"]["affinity"])
 
 
-def test_a_full_volume_is_no_fault_of_a_host() -> None:
+def test_a_full_volume_is_not_a_host_fault() -> None:
     world = Simulation().run()
     world.age(100)
     world.end(
@@ -429,7 +427,7 @@ CAUSES: list[tuple[str, dict[str, Any], PodCause]] = [
 @pytest.mark.parametrize(
     ("how", "fields", "cause"), CAUSES, ids=lambda value: str(value)[:40]
 )
-def test_an_ended_pod_is_replaced_at_once_and_its_cause_is_told(
+def test_an_ended_pod_is_replaced_at_once_and_its_cause_is_reported(
     how: str, fields: dict[str, Any], cause: PodCause
 ) -> None:
     world = Simulation().run()
@@ -465,7 +463,9 @@ def test_an_ended_pod_is_replaced_at_once_and_its_cause_is_told(
         ("SomethingNew", PodCause.EVICTED),
     ],
 )
-def test_a_disruption_is_free_and_told_by_its_cause(reason: str, cause: PodCause) -> None:
+def test_a_disruption_counts_no_failure_and_is_reported_by_its_cause(
+    reason: str, cause: PodCause
+) -> None:
     world = Simulation().run()
     world.age(100)
     world.disrupt("docs-lm-0-0", reason)
@@ -490,7 +490,7 @@ def test_a_disruption_is_free_and_told_by_its_cause(reason: str, cause: PodCause
         "Terminated",
     ],
 )
-def test_a_pod_that_the_kubelet_ends_or_refuses_is_free(reason: str) -> None:
+def test_a_pod_that_the_kubelet_ends_or_refuses_counts_no_failure(reason: str) -> None:
     world = Simulation().run()
     world.age(100)
     world.pods["docs-lm-0-0"]["status"] = {
@@ -503,7 +503,7 @@ def test_a_pod_that_the_kubelet_ends_or_refuses_is_free(reason: str) -> None:
     assert sum(world.status["restarts"]["byCause"].values()) == 1
 
 
-def test_deletion_by_hand_is_free_also_if_nobody_saw_it() -> None:
+def test_manual_deletion_counts_no_failure_although_no_watch_event_was_seen() -> None:
     world = Simulation().run()
     world.age(100)
     world.delete("docs-lm-0-0")
@@ -517,7 +517,7 @@ def test_deletion_by_hand_is_free_also_if_nobody_saw_it() -> None:
     assert world.status["attempts"][-1]["pod"] == "docs-lm-1-0"
 
 
-def test_the_last_one_that_holds_the_state_saves_before_its_successor_comes() -> None:
+def test_the_last_node_with_the_state_saves_before_its_successor_is_created() -> None:
     world = Simulation(make_run(nodes={"min": 1, "max": 1})).run()
     world.age(100)
     world.delete("docs-lm-0-0")
@@ -527,7 +527,7 @@ def test_the_last_one_that_holds_the_state_saves_before_its_successor_comes() ->
     assert world.reconcile().nodes_to_create == ((0, 1),)
 
 
-def test_a_leaving_pod_on_a_node_that_answers_nobody_is_not_waited_for_for_ever() -> None:
+def test_a_terminating_pod_on_an_unreachable_host_is_waited_for_a_bounded_time() -> None:
     world = Simulation(make_run(nodes={"min": 1, "max": 1})).run()
     world.delete("docs-lm-0-0")
     world.age(39)
@@ -536,7 +536,7 @@ def test_a_leaving_pod_on_a_node_that_answers_nobody_is_not_waited_for_for_ever(
     assert world.reconcile().nodes_to_create == ((0, 1),)
 
 
-def test_a_pod_of_a_lost_node_is_not_waited_for_at_all() -> None:
+def test_a_pod_on_a_lost_host_is_not_waited_for() -> None:
     world = Simulation(make_run(nodes={"min": 1, "max": 1})).run()
     world.age(100)
     world.disrupt("docs-lm-0-0", "DeletionByTaintManager")
@@ -585,7 +585,7 @@ def test_the_reason_of_the_end_is_the_cause_of_the_last_failure(
     assert world.condition("Failed")["reason"] == reason
 
 
-def test_a_newer_step_begins_the_count_anew() -> None:
+def test_a_newer_step_resets_the_failure_count() -> None:
     world = Simulation().run(step=10)
     for step in (10, 20, 30, 40, 50, 60):
         fail(world)
@@ -600,7 +600,7 @@ def test_a_newer_step_begins_the_count_anew() -> None:
 
 @pytest.mark.parametrize("phase", ["Running", "Waiting"])
 @pytest.mark.parametrize("last_polled", [20, 19, 12])
-def test_a_step_from_before_a_failure_does_not_take_the_failure_back(
+def test_a_step_from_before_a_failure_does_not_cancel_the_failure(
     last_polled: int, phase: str
 ) -> None:
     """A node is out of memory after step 20 each time, whichever step the last poll before that has shown."""
@@ -626,7 +626,7 @@ def test_a_step_from_before_a_failure_does_not_take_the_failure_back(
     assert (world.status["phase"], world.status["reason"]) == ("Failed", "OutOfMemory")
 
 
-def test_without_an_answer_from_after_a_failure_no_step_is_progress() -> None:
+def test_without_a_coordinator_status_after_a_failure_no_step_counts_as_progress() -> None:
     world = Simulation().run(step=10)
     fail(world)
     # The coordinator does not answer. What it said last stays, and it is the same after a restart.
@@ -643,9 +643,7 @@ def test_without_an_answer_from_after_a_failure_no_step_is_progress() -> None:
     assert world.status["failures"]["withoutProgress"] == 0
 
 
-def test_another_coordinator_has_to_pass_the_step_that_the_one_before_it_had_reached() -> (
-    None
-):
+def test_a_new_coordinator_makes_progress_only_beyond_the_step_of_its_predecessor() -> None:
     world = Simulation().run(step=10)
     fail(world)
     world.train(12)
@@ -670,7 +668,7 @@ def test_the_steps_of_a_coordinator_of_an_older_release_are_compared() -> None:
         assert world.status["failures"]["withoutProgress"] == failures
 
 
-def test_with_fresh_workers_only_a_newer_checkpoint_does() -> None:
+def test_with_fresh_workers_only_a_newer_checkpoint_counts_as_progress() -> None:
     run = make_run(script={"command": ["train.py"]})
     del run["spec"]["training"]
     world = Simulation(run).run(step=10)
@@ -684,7 +682,7 @@ def test_with_fresh_workers_only_a_newer_checkpoint_does() -> None:
     assert world.status["failures"]["withoutProgress"] == 0
 
 
-def test_a_script_that_reports_nothing_makes_progress_by_running_long() -> None:
+def test_a_script_without_step_reports_makes_progress_by_running_long() -> None:
     run = make_run(script={"command": ["train.py"]})
     del run["spec"]["training"]
     world = Simulation(run).run(step=None)
@@ -699,7 +697,7 @@ def test_a_script_that_reports_nothing_makes_progress_by_running_long() -> None:
     assert (world.status["phase"], world.status["reason"]) == ("Failed", "WorkerCrash")
 
 
-def test_pods_that_fall_together_are_one_failure() -> None:
+def test_pods_that_fail_together_are_one_failure() -> None:
     world = Simulation(make_run(nodes={"min": 1, "max": 8})).run()
     world.age(100)
     for index in range(5):
@@ -713,7 +711,7 @@ def test_pods_that_fall_together_are_one_failure() -> None:
     assert world.status["restarts"]["byCause"] == {"OutOfMemory": 8}
 
 
-def test_replacements_after_failures_wait_twice_as_long_each_time() -> None:
+def test_the_pause_before_a_replacement_doubles_after_each_failure() -> None:
     run = make_run(failurePolicy={"maxFailuresWithoutProgress": 100})
     world = Simulation(run).run()
     waits = []
@@ -732,7 +730,7 @@ def test_replacements_after_failures_wait_twice_as_long_each_time() -> None:
     assert waits == [0, 2, 4, 8, 16, 32, 60, 60]
 
 
-def test_free_causes_are_not_repeated_at_full_speed_for_ever() -> None:
+def test_replacements_after_causes_that_count_no_failure_back_off_too() -> None:
     world = Simulation().run()
     replaced = 0
     for _ in range(120):  # a minute, two looks a second
@@ -744,9 +742,7 @@ def test_free_causes_are_not_repeated_at_full_speed_for_ever() -> None:
     assert 5 <= replaced <= 12
 
 
-def test_a_quick_crash_of_the_coordinators_pod_is_not_repeated_at_full_speed_either() -> (
-    None
-):
+def test_replacements_of_a_coordinator_that_crashes_quickly_back_off_too() -> None:
     world = Simulation().run()
     for _ in range(120):
         for name in world.live(role="coordinator"):
@@ -756,7 +752,9 @@ def test_a_quick_crash_of_the_coordinators_pod_is_not_repeated_at_full_speed_eit
     assert world.decision.memory.coordinator.attempt <= 12
 
 
-def test_a_lost_coordinator_is_replaced_with_the_next_epoch_and_counted_apart() -> None:
+def test_a_lost_coordinator_is_replaced_with_the_next_epoch_and_counted_separately() -> (
+    None
+):
     world = Simulation().run()
     world.age(100)
     world.disrupt("docs-lm-coordinator-0", "EvictionByEvictionAPI")
@@ -776,7 +774,7 @@ def test_a_lost_coordinator_is_replaced_with_the_next_epoch_and_counted_apart() 
     assert world.status["restarts"]["total"] == 1
 
 
-def test_epochs_grow_even_if_status_and_pods_are_lost() -> None:
+def test_epochs_increase_although_status_and_pods_are_lost() -> None:
     world = Simulation().run()
     for _ in range(3):
         world.vanish(next(iter(world.live(role="coordinator"))))
@@ -790,7 +788,7 @@ def test_epochs_grow_even_if_status_and_pods_are_lost() -> None:
     assert world.reconcile().coordinator_attempt == 5
 
 
-def test_the_coordinators_outcome_ends_the_run_with_its_words() -> None:
+def test_the_outcome_of_the_coordinator_ends_the_run_with_its_message() -> None:
     world = Simulation().run()
     failure = {
         "cause": "worker_crash",
@@ -849,7 +847,7 @@ def test_each_outcome_has_its_reason(fields: dict[str, Any], reason: str) -> Non
     assert world.condition("Failed")["reason"] == reason
 
 
-def test_in_pod_restarts_are_counted_once_over_the_coordinators_lives() -> None:
+def test_in_pod_restarts_are_counted_once_across_coordinator_replacements() -> None:
     world = Simulation().run()
     world.train(
         11, restarts={"worker_crash": 2, "scale_up": 5}, lostSeconds={"worker_crash": 3.7}
@@ -877,7 +875,7 @@ def test_in_pod_restarts_are_counted_once_over_the_coordinators_lives() -> None:
     assert world.status["lostSeconds"] == {"worker_crash": 6}
 
 
-def test_a_failure_that_is_told_again_and_again_is_written_once() -> None:
+def test_a_failure_that_is_reported_repeatedly_is_written_once() -> None:
     world = Simulation().run()
     failure = {
         "cause": "worker_crash",
@@ -926,7 +924,7 @@ REFUSALS = [
 @pytest.mark.parametrize(
     ("status", "message", "reason"), REFUSALS, ids=[row[1][:30] for row in REFUSALS]
 )
-def test_what_the_api_server_refuses_is_told_and_mended_by_itself(
+def test_a_refusal_by_the_api_server_is_reported_and_clears_by_itself(
     status: int, message: str, reason: str
 ) -> None:
     world = Simulation()
@@ -955,7 +953,7 @@ def test_what_the_api_server_refuses_is_told_and_mended_by_itself(
     assert world.condition("Stalled")["status"] == "False"
 
 
-def test_a_refusal_of_what_is_not_needed_any_more_is_not_told() -> None:
+def test_a_refusal_of_an_object_that_is_no_longer_needed_is_not_reported() -> None:
     world = Simulation().run()
     world.failures = [
         ApplyFailure("Pod", "docs-lm-7-0", 403, "Forbidden", "exceeded quota", START)
@@ -1012,7 +1010,7 @@ WAITING = [
     WAITING,
     ids=[f"{row[2]} {row[1][0]}" for row in WAITING],
 )
-def test_what_keeps_pods_from_starting_is_told_and_waited_for(
+def test_the_reason_that_keeps_pods_from_starting_is_reported_while_the_run_waits(
     how: str, arguments: tuple[str, ...], reason: str
 ) -> None:
     world = Simulation()
@@ -1051,7 +1049,7 @@ def test_what_keeps_pods_from_starting_is_told_and_waited_for(
     WAITING,
     ids=[f"{row[2]} {row[1][0]}" for row in WAITING],
 )
-def test_a_run_is_stalled_only_where_waiting_will_not_help(
+def test_a_run_is_stalled_only_if_waiting_cannot_help(
     how: str, arguments: tuple[str, ...], reason: str
 ) -> None:
     world = Simulation()
@@ -1070,7 +1068,7 @@ def test_a_run_is_stalled_only_where_waiting_will_not_help(
     assert world.condition("Reconciling" if heals else "Stalled")["reason"] == reason
 
 
-def test_a_claim_that_does_not_come_stalls_the_run_after_minutes_and_not_before() -> None:
+def test_an_unbound_claim_stalls_the_run_only_after_minutes() -> None:
     world = Simulation(make_run(storage={"claimName": "shared"}))
     world.reconcile()
     assert (
@@ -1109,7 +1107,7 @@ RECORDS = [
 @pytest.mark.parametrize(
     ("status", "message", "remedy"), RECORDS, ids=[str(row[0]) for row in RECORDS]
 )
-def test_a_record_that_an_existing_claim_does_not_take_has_a_reason_and_a_remedy(
+def test_a_record_that_an_existing_claim_refuses_has_a_reason_and_a_remedy(
     status: int, message: str, remedy: str
 ) -> None:
     world = Simulation(make_run(storage={"claimName": "shared"}))
@@ -1129,7 +1127,7 @@ def test_a_record_that_an_existing_claim_does_not_take_has_a_reason_and_a_remedy
     assert world.condition("Stalled")["reason"] == "VolumeRecordRefused"
 
 
-def test_an_image_of_the_coordinator_that_cannot_be_pulled_is_told_too() -> None:
+def test_a_coordinator_image_that_cannot_be_pulled_is_reported_too() -> None:
     world = Simulation()
     world.reconcile()
     world.wait_for("docs-lm-coordinator-0", "ErrImageNeverPull")
@@ -1137,7 +1135,7 @@ def test_an_image_of_the_coordinator_that_cannot_be_pulled_is_told_too() -> None
     assert world.decision.reason == Reason.IMAGE_PULL_FAILED
 
 
-def test_pods_that_hang_in_creation_say_where_to_look() -> None:
+def test_the_message_for_pods_that_hang_in_creation_names_where_to_look() -> None:
     world = Simulation()
     world.reconcile()
     for name in list(world.pods):
@@ -1150,7 +1148,7 @@ def test_pods_that_hang_in_creation_say_where_to_look() -> None:
     assert "kubectl describe pod" in decision.message
 
 
-def test_an_existing_claim_that_is_missing_is_waited_for_without_pods() -> None:
+def test_a_run_waits_without_pods_for_a_missing_existing_claim() -> None:
     world = Simulation(make_run(storage={"claimName": "shared"}))
     decision = world.reconcile()
     assert (decision.phase, decision.reason) == (Phase.WAITING, Reason.VOLUME_MISSING)
@@ -1176,14 +1174,16 @@ def test_an_existing_claim_that_is_missing_is_waited_for_without_pods() -> None:
         ),
     ],
 )
-def test_a_claim_that_cannot_be_used_is_told(claim: dict[str, Any], reason: str) -> None:
+def test_a_claim_that_cannot_be_used_is_reported(
+    claim: dict[str, Any], reason: str
+) -> None:
     world = Simulation(make_run(storage={"claimName": "shared"}))
     world.children["PersistentVolumeClaim", "shared"] = claim
     assert world.reconcile().reason == reason
     assert world.plan.is_empty
 
 
-def test_young_pods_that_have_not_joined_are_starting_and_only_old_ones_are_waited_for() -> (
+def test_young_pods_that_have_not_joined_are_starting_and_only_old_pods_are_waited_for() -> (
     None
 ):
     world = Simulation().run(10)
@@ -1302,7 +1302,7 @@ def with_faults(*hosts: str, at: float = START) -> dict[str, Any]:
     return {"status": build_memory(Memory(faults=faults))}
 
 
-def test_a_host_that_failed_two_runs_is_trouble_for_all_until_a_day_has_passed() -> None:
+def test_a_host_that_failed_two_runs_is_avoided_by_all_runs_for_a_day() -> None:
     index = HostIndex()
     index.update(("team", "one"), with_faults("broken", "odd"))
     assert index.find_troubled(START) == ()
@@ -1318,7 +1318,7 @@ def test_a_host_that_failed_two_runs_is_trouble_for_all_until_a_day_has_passed()
     assert index.find_troubled(START) == () and not index._failed and not index._texts
 
 
-def test_new_pods_keep_away_from_hosts_that_other_runs_have_had_trouble_with() -> None:
+def test_new_pods_avoid_hosts_on_which_other_runs_failed() -> None:
     world = Simulation()
     world.troubled = ("broken",)
     world.reconcile()
@@ -1327,7 +1327,9 @@ def test_new_pods_keep_away_from_hosts_that_other_runs_have_had_trouble_with() -
     assert "broken" not in str(world.status), "it is no fault of this run"
 
 
-def test_a_runs_own_hosts_count_more_than_those_of_others() -> None:
+def test_hosts_on_which_the_run_itself_failed_have_more_weight_than_hosts_of_other_runs() -> (
+    None
+):
     own = HostFaults(hosts=tuple((f"own-{number}", 1) for number in range(7)))
     both = add_hosts(Memory(faults=own), ["far-0", "own-3", "far-1"]).faults.avoided
     assert both == ("far-1", *own.avoided)

@@ -31,7 +31,7 @@ def record_of(
 
 
 @pytest.mark.parametrize("is_other_done", [False, True])
-def test_a_pod_of_before_a_restart_that_ended_well_completes_nothing(
+def test_a_successful_end_of_a_pod_from_before_a_restart_completes_nothing(
     is_other_done: bool,
 ) -> None:
     world = Simulation(make_run(nodes={"min": 2, "max": 2})).run(step=10)
@@ -52,7 +52,7 @@ def test_a_pod_of_before_a_restart_that_ended_well_completes_nothing(
     assert {name.rsplit("-", 1)[0] for name in world.live()} == {"docs-lm-0", "docs-lm-1"}
 
 
-def test_a_new_run_gets_all_its_children_in_one_pass_and_nothing_in_the_next() -> None:
+def test_a_new_run_creates_all_its_children_in_one_pass_and_nothing_in_the_next() -> None:
     world = Simulation()
     decision = world.reconcile()
     assert (decision.action, decision.phase) == (Action.RUN, Phase.STARTING)
@@ -77,7 +77,7 @@ def test_a_new_run_gets_all_its_children_in_one_pass_and_nothing_in_the_next() -
     assert world.writes == 2
 
 
-def test_a_quiet_run_needs_no_write_and_no_pass_of_its_own() -> None:
+def test_an_unchanged_run_needs_no_write_and_no_scheduled_pass() -> None:
     world = Simulation().run()
     written = world.writes
     for _ in range(5):
@@ -87,7 +87,7 @@ def test_a_quiet_run_needs_no_write_and_no_pass_of_its_own() -> None:
     assert world.writes == written
 
 
-def test_a_restarted_operator_that_has_heard_no_coordinator_writes_nothing() -> None:
+def test_a_restarted_operator_without_a_coordinator_status_writes_nothing() -> None:
     world = Simulation().run()
     written = world.writes
     world.progress = None
@@ -97,7 +97,7 @@ def test_a_restarted_operator_that_has_heard_no_coordinator_writes_nothing() -> 
     assert world.writes == written
 
 
-def test_a_run_without_pods_of_a_lost_status_goes_on_under_the_same_images() -> None:
+def test_a_run_that_lost_its_status_continues_with_the_same_images() -> None:
     world = Simulation().run()
     world.set_spec(restartNonce="given before")
     world.raw.pop("status")
@@ -142,7 +142,7 @@ def test_a_run_that_is_being_deleted_is_left_to_the_garbage_collector() -> None:
     assert world.plan.is_empty
 
 
-def test_a_run_that_is_over_stays_what_it_was_while_it_is_deleted() -> None:
+def test_an_ended_run_keeps_its_phase_while_it_is_deleted() -> None:
     world = Simulation(make_run(activeDeadlineSeconds=10)).run()
     world.age(11)
     world.settle()
@@ -155,7 +155,7 @@ def test_a_run_that_is_over_stays_what_it_was_while_it_is_deleted() -> None:
     )
 
 
-def test_a_run_that_is_deleted_without_its_children_says_so_and_reports_no_end() -> None:
+def test_a_run_that_is_deleted_without_its_children_reports_that_and_no_end() -> None:
     world = Simulation().run()
     world.events.clear()
     world.raw["metadata"] |= {
@@ -172,7 +172,7 @@ def test_a_run_that_is_deleted_without_its_children_says_so_and_reports_no_end()
     assert world.status["restarts"]["total"] == 0 and "attempts" not in world.status
 
 
-def test_pods_that_an_earlier_run_has_left_are_reported_together_before_any_is_made() -> (
+def test_leftover_pods_of_an_earlier_run_are_reported_together_before_any_pod_is_created() -> (
     None
 ):
     old = Simulation().run()
@@ -210,7 +210,7 @@ def test_pods_of_an_older_namesake_are_not_taken_over() -> None:
 # ---- bounds ------------------------------------------------------------------------------------------------
 
 
-def test_more_nodes_are_made_and_the_coordinator_is_told() -> None:
+def test_more_nodes_are_created_and_the_coordinator_gets_the_new_bounds() -> None:
     world = Simulation().run()
     world.set_spec(nodes={"min": 2, "max": 5})
     decision = world.reconcile()
@@ -225,7 +225,7 @@ def test_more_nodes_are_made_and_the_coordinator_is_told() -> None:
     ]
 
 
-def test_a_new_budget_of_failures_is_told_to_a_coordinator_that_knows_of_it() -> None:
+def test_a_new_failure_budget_is_posted_to_a_coordinator_that_supports_it() -> None:
     world = Simulation().run()
     world.set_spec(failurePolicy={"maxFailuresWithoutProgress": 7})
     assert world.reconcile().bounds is None  # one of an older release
@@ -235,7 +235,7 @@ def test_a_new_budget_of_failures_is_told_to_a_coordinator_that_knows_of_it() ->
     assert world.reconcile().bounds is None
 
 
-def test_fewer_nodes_leave_from_the_highest_index_down_and_count_as_no_restart() -> None:
+def test_a_smaller_run_removes_the_highest_indexes_first_and_counts_no_restart() -> None:
     world = Simulation(make_run(nodes={"min": 1, "max": 5})).run()
     world.age(100)
     world.set_spec(nodes={"min": 1, "max": 2})
@@ -256,7 +256,7 @@ def test_fewer_nodes_leave_from_the_highest_index_down_and_count_as_no_restart()
     assert world.reconcile().nodes_to_create == ((2, 1),)
 
 
-def test_of_two_live_pods_of_one_index_the_newer_stays() -> None:
+def test_the_newer_of_two_live_pods_of_one_index_stays() -> None:
     world = Simulation().run()
     twin = json.loads(
         json.dumps(world.pods["docs-lm-1-0"]).replace("docs-lm-1-0", "docs-lm-1-1")
@@ -278,7 +278,7 @@ def test_older_ended_pods_are_removed_and_the_newest_is_kept_for_its_logs() -> N
     assert world.pods["docs-lm-1-1"]["status"]["phase"] == "Failed"
 
 
-def test_priority_and_template_apply_to_pods_made_later() -> None:
+def test_priority_and_template_apply_to_pods_created_later() -> None:
     world = Simulation().run()
     world.set_spec(
         template={"priorityClassName": "high"}, resources={"limits": {"memory": "2Gi"}}
@@ -296,7 +296,7 @@ def test_priority_and_template_apply_to_pods_made_later() -> None:
 # ---- suspension --------------------------------------------------------------------------------------------
 
 
-def test_suspension_lets_the_nodes_save_before_the_coordinator_goes() -> None:
+def test_suspension_lets_the_nodes_save_before_the_coordinator_is_deleted() -> None:
     world = Simulation().run()
     world.train(40, checkpointStep=40)
     world.settle()
@@ -327,7 +327,7 @@ def test_suspension_lets_the_nodes_save_before_the_coordinator_goes() -> None:
     assert "startTime" not in world.status
 
 
-def test_resuming_has_new_pods_and_a_new_epoch() -> None:
+def test_resuming_creates_new_pods_with_a_new_epoch() -> None:
     world = Simulation().run()
     world.set_spec(suspend=True)
     for _ in range(4):
@@ -344,7 +344,7 @@ def test_resuming_has_new_pods_and_a_new_epoch() -> None:
     assert world.status["restarts"]["total"] == 0
 
 
-def test_resuming_while_pods_still_leave_waits_for_the_last_ones_save() -> None:
+def test_resuming_while_pods_terminate_waits_for_the_last_save() -> None:
     world = Simulation().run()
     world.set_spec(suspend=True)
     world.reconcile()
@@ -356,14 +356,14 @@ def test_resuming_while_pods_still_leave_waits_for_the_last_ones_save() -> None:
     assert decision.coordinator_attempt is None, "the coordinator is still there"
 
 
-def test_a_run_that_is_born_suspended_makes_nothing() -> None:
+def test_a_run_that_is_created_suspended_creates_nothing() -> None:
     world = Simulation(make_run(suspend=True))
     assert world.settle().phase == Phase.SUSPENDED
     assert world.children == {}
     assert world.created == []
 
 
-def test_an_unreachable_pod_on_a_lost_node_does_not_hold_a_suspension_up() -> None:
+def test_an_unreachable_pod_on_a_lost_host_does_not_delay_a_suspension() -> None:
     world = Simulation().run()
     world.set_spec(suspend=True)
     world.reconcile()
@@ -379,7 +379,7 @@ def test_an_unreachable_pod_on_a_lost_node_does_not_hold_a_suspension_up() -> No
 
 
 @pytest.mark.parametrize("is_heard", [False, True])
-def test_a_run_suspended_before_its_coordinator_told_of_a_step_waits_for_its_words(
+def test_a_run_suspended_before_the_first_reported_step_waits_for_the_coordinator_status(
     is_heard: bool,
 ) -> None:
     world = Simulation()
@@ -401,7 +401,9 @@ def test_a_run_suspended_before_its_coordinator_told_of_a_step_waits_for_its_wor
     assert (world.status["phase"], world.status["checkpoint"]["step"]) == ("Suspended", 7)
 
 
-def test_a_restarted_operator_waits_for_the_last_words_of_a_suspended_run() -> None:
+def test_a_restarted_operator_waits_for_the_last_coordinator_status_of_a_suspended_run() -> (
+    None
+):
     world = Simulation().run()
     world.train(340, checkpointStep=320)
     world.settle()
@@ -420,7 +422,7 @@ def test_a_restarted_operator_waits_for_the_last_words_of_a_suspended_run() -> N
     assert "the newest checkpoint is of step 354" in decision.message
 
 
-def test_a_stop_that_the_recipe_asked_for_parks_the_run() -> None:
+def test_a_stop_that_the_recipe_requests_parks_the_run() -> None:
     world = Simulation().run()
     world.train(50, phase="Stopped", reason="AfterStep", checkpointStep=50)
     for name in world.live():
@@ -441,7 +443,7 @@ def test_a_stop_that_the_recipe_asked_for_parks_the_run() -> None:
     assert world.status["attempt"] == 1
 
 
-def test_a_run_that_stopped_before_a_step_that_is_not_finite_waits_for_a_person_and_goes_on_past_it() -> (
+def test_a_run_stopped_by_a_non_finite_loss_waits_for_a_person_and_can_continue_past_it() -> (
     None
 ):
     world = Simulation().run()
@@ -479,7 +481,7 @@ def test_a_run_that_stopped_before_a_step_that_is_not_finite_waits_for_a_person_
     assert world.condition("Stalled")["status"] == "False"
 
 
-def test_a_stop_that_an_older_operator_noted_is_still_one() -> None:
+def test_a_stop_that_an_older_operator_recorded_still_counts() -> None:
     world = Simulation().run()
     world.train(50, phase="Stopped", reason="StopFile", checkpointStep=50)
     world.reconcile()
@@ -490,7 +492,7 @@ def test_a_stop_that_an_older_operator_noted_is_still_one() -> None:
 
 
 @pytest.mark.parametrize("reason", ["StopFile", "NonFinite"])
-def test_suspending_and_resuming_takes_a_stop_back_too(reason: str) -> None:
+def test_suspending_and_resuming_clears_a_stop_too(reason: str) -> None:
     world = Simulation().run()
     world.train(50, phase="Stopped", reason=reason)
     for _ in range(4):
@@ -503,7 +505,7 @@ def test_suspending_and_resuming_takes_a_stop_back_too(reason: str) -> None:
     assert world.reconcile().action == Action.RUN
 
 
-def test_all_nodes_leaving_is_no_stop() -> None:
+def test_a_run_whose_nodes_all_drained_is_not_stopped() -> None:
     world = Simulation().run()
     world.age(100)
     for name in world.live():
@@ -515,7 +517,7 @@ def test_all_nodes_leaving_is_no_stop() -> None:
 # ---- restart -----------------------------------------------------------------------------------------------
 
 
-def test_a_new_nonce_restarts_all_pods_gracefully_and_with_fresh_budgets() -> None:
+def test_a_new_nonce_restarts_all_pods_gracefully_with_fresh_budgets() -> None:
     world = Simulation().run()
     world.age(100)
     world.end("docs-lm-1-0", 1)
@@ -550,7 +552,7 @@ def test_a_new_nonce_restarts_all_pods_gracefully_and_with_fresh_budgets() -> No
     assert len(world.created) == 4 + 1 + 4
 
 
-def test_a_failed_run_tries_again_after_a_new_nonce() -> None:
+def test_a_failed_run_starts_again_after_a_new_nonce() -> None:
     world = Simulation()
     world.reconcile()
     world.start()
@@ -574,7 +576,7 @@ def test_a_failed_run_tries_again_after_a_new_nonce() -> None:
     assert world.settle().phase == Phase.RUNNING
 
 
-def test_a_complete_run_never_trains_again_whatever_changes() -> None:
+def test_a_complete_run_never_trains_again_after_any_change() -> None:
     world = completed()
     message = world.status["message"]
     for spec in (
@@ -621,7 +623,7 @@ def made_anew(world: Simulation, **spec: Any) -> Simulation:
     return again
 
 
-def test_a_run_is_complete_when_its_nodes_have_ended_well() -> None:
+def test_a_run_is_complete_if_its_nodes_have_ended_successfully() -> None:
     world = completed()
     assert (world.status["phase"], world.status["reason"]) == ("Complete", "Complete")
     assert world.status["message"] == "all 100 steps are done"
@@ -640,7 +642,7 @@ def test_a_run_is_complete_when_its_nodes_have_ended_well() -> None:
     )
 
 
-def test_a_node_that_still_writes_the_report_is_waited_for() -> None:
+def test_completion_waits_for_a_node_that_still_writes_the_report() -> None:
     world = Simulation().run()
     world.end("docs-lm-2-0", 0)
     decision = world.reconcile()
@@ -653,7 +655,7 @@ def test_a_node_that_still_writes_the_report_is_waited_for() -> None:
     assert world.reconcile().phase == Phase.COMPLETE
 
 
-def test_a_node_that_never_ends_does_not_hold_completion_up_for_ever() -> None:
+def test_a_node_that_never_ends_delays_completion_for_a_bounded_time() -> None:
     world = Simulation().run()
     world.end("docs-lm-2-0", 0)
     world.reconcile()
@@ -663,7 +665,7 @@ def test_a_node_that_never_ends_does_not_hold_completion_up_for_ever() -> None:
     assert {pod.name for pod in decision.pods_to_delete} == {"docs-lm-0-0", "docs-lm-1-0"}
 
 
-def test_completion_counts_although_another_node_fails_late() -> None:
+def test_a_run_completes_although_another_node_fails_late() -> None:
     world = Simulation().run()
     world.end("docs-lm-0-0", 0)
     world.end("docs-lm-1-0", 64)
@@ -671,7 +673,7 @@ def test_completion_counts_although_another_node_fails_late() -> None:
     assert world.reconcile().phase == Phase.COMPLETE
 
 
-def test_the_coordinators_word_is_enough_where_no_pod_is_left() -> None:
+def test_a_complete_status_of_the_coordinator_suffices_if_no_pod_is_left() -> None:
     world = Simulation().run()
     world.progress = make_progress(0, phase="Complete", step=100, totalSteps=100)
     for name in world.live():
@@ -692,9 +694,7 @@ def test_a_complete_run_restored_without_its_status_is_complete_again_without_a_
     assert restored.status["completionTime"] == world.status["completionTime"]
 
 
-def test_a_complete_run_that_is_made_anew_with_more_steps_is_refused_and_not_complete() -> (
-    None
-):
+def test_a_complete_run_recreated_with_more_steps_is_refused_and_not_complete() -> None:
     longer = made_anew(completed(), training={**TRAINING, "horizon": {"steps": 101}})
     decision = longer.settle()
     assert (decision.phase, decision.reason) == (Phase.FAILED, Reason.OUTPUT_CONFLICT)
@@ -706,14 +706,14 @@ def test_a_complete_run_that_is_made_anew_with_more_steps_is_refused_and_not_com
     assert longer.created == []
 
 
-def test_a_complete_run_that_is_made_anew_with_fewer_steps_is_complete() -> None:
+def test_a_complete_run_recreated_with_fewer_steps_is_complete() -> None:
     horizon = {"steps": 99}
     decision = made_anew(completed(), training={**TRAINING, "horizon": horizon}).settle()
     assert (decision.phase, decision.reason) == (Phase.COMPLETE, Reason.ALREADY_COMPLETE)
     assert "epochs" not in decision.message
 
 
-def test_a_complete_run_that_is_made_anew_says_that_a_horizon_in_epochs_was_not_compared() -> (
+def test_a_recreated_complete_run_reports_that_its_horizon_in_epochs_was_not_compared() -> (
     None
 ):
     horizon = {"epochs": 9}
@@ -722,9 +722,7 @@ def test_a_complete_run_that_is_made_anew_says_that_a_horizon_in_epochs_was_not_
     assert "Its horizon in epochs was not compared" in decision.message
 
 
-def test_an_operator_that_dies_between_the_claims_record_and_the_status_completes_the_run_all_the_same() -> (
-    None
-):
+def test_a_run_completes_if_the_operator_exits_between_claim_record_and_status() -> None:
     world = Simulation().run()
     world.train(100, phase="Complete")
     for name in world.live():
@@ -762,7 +760,7 @@ def with_claim(run: dict[str, Any], *others: Simulation) -> Simulation:
     return world
 
 
-def test_a_folder_that_another_run_has_is_refused() -> None:
+def test_a_folder_that_another_run_uses_is_refused() -> None:
     first = with_claim(shared("first", path="runs/one")).run()
     second = with_claim(shared("second", path="runs/one"), first)
     decision = second.settle()
@@ -780,7 +778,7 @@ def test_a_folder_that_another_run_has_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), [("runs", "runs/one"), ("runs/one", "runs")])
-def test_folders_in_one_another_are_a_conflict_too(one: str, other: str) -> None:
+def test_nested_folders_are_a_conflict_too(one: str, other: str) -> None:
     first = with_claim(shared("first", path=one)).run()
     assert (
         with_claim(shared("second", path=other), first).settle().reason
@@ -788,7 +786,7 @@ def test_folders_in_one_another_are_a_conflict_too(one: str, other: str) -> None
     )
 
 
-def test_two_folders_of_one_volume_are_none() -> None:
+def test_two_folders_of_one_volume_are_not_a_conflict() -> None:
     first = with_claim(shared("first")).run()
     second = with_claim(shared("second"), first).run()
     assert second.decision.phase == Phase.RUNNING
@@ -809,7 +807,7 @@ def test_the_older_of_two_runs_that_start_together_gets_the_folder() -> None:
     assert world.reconcile().action == Action.RUN
 
 
-def test_of_two_that_both_believe_they_have_it_the_older_goes_on() -> None:
+def test_the_older_of_two_runs_with_records_in_the_same_folder_continues() -> None:
     older, younger = shared("older", path="x"), shared("younger", path="x")
     older["metadata"]["creationTimestamp"] = "2030-03-17T17:40:00Z"
     first, second = with_claim(older).run(), with_claim(younger).run()
@@ -821,7 +819,7 @@ def test_of_two_that_both_believe_they_have_it_the_older_goes_on() -> None:
     assert second.settle().reason == Reason.OUTPUT_CONFLICT
 
 
-def test_a_running_run_is_not_ended_by_an_older_one_that_wakes_up() -> None:
+def test_a_training_run_is_not_ended_by_an_older_run_that_resumes() -> None:
     older, younger = shared("older", path="x", suspend=True), shared("younger", path="x")
     older["metadata"]["creationTimestamp"] = "2030-03-17T17:40:00Z"
     world = with_claim(younger).run()
@@ -829,7 +827,7 @@ def test_a_running_run_is_not_ended_by_an_older_one_that_wakes_up() -> None:
     assert world.settle().phase == Phase.RUNNING
 
 
-def test_a_refused_run_keeps_nobody_else_out() -> None:
+def test_a_refused_run_blocks_no_other_run() -> None:
     refused = shared("refused", path="x")
     refused["metadata"]["creationTimestamp"] = "2030-03-17T17:40:00Z"
     refused["status"] = {
@@ -840,7 +838,7 @@ def test_a_refused_run_keeps_nobody_else_out() -> None:
     assert world.reconcile().action == Action.RUN
 
 
-def test_the_same_name_with_another_recipe_is_a_conflict_and_with_the_same_goes_on() -> (
+def test_the_same_name_is_a_conflict_with_another_recipe_and_continues_with_the_same_recipe() -> (
     None
 ):
     first = with_claim(shared("docs-lm")).run()
@@ -853,7 +851,9 @@ def test_the_same_name_with_another_recipe_is_a_conflict_and_with_the_same_goes_
     assert same.reconcile().coordinator_attempt == 1
 
 
-def test_a_run_that_was_extended_in_place_is_the_same_recipe_when_it_is_made_anew() -> None:
+def test_a_run_that_was_extended_in_place_has_the_same_recipe_after_it_is_recreated() -> (
+    None
+):
     first = with_claim(shared("docs-lm")).run()
     longer = {**first.raw["spec"]["training"], "horizon": {"steps": 200_000}}
     first.set_spec(training=longer)
@@ -869,7 +869,7 @@ def test_a_run_that_was_extended_in_place_is_the_same_recipe_when_it_is_made_ane
     assert first.status["recipeHash"] == known
 
 
-def test_sections_that_do_not_decide_the_result_may_differ() -> None:
+def test_sections_that_do_not_affect_the_result_may_differ() -> None:
     first = with_claim(shared("docs-lm")).run()
     training = {
         **first.raw["spec"]["training"],
@@ -883,7 +883,7 @@ def test_sections_that_do_not_decide_the_result_may_differ() -> None:
 # ---- deadline, cleaning ------------------------------------------------------------------------------------
 
 
-def test_a_deadline_ends_the_run_with_its_state_saved() -> None:
+def test_a_deadline_ends_the_run_after_its_state_is_saved() -> None:
     world = Simulation(make_run(activeDeadlineSeconds=3600)).run()
     assert world.reconcile().requeue_after == pytest.approx(3600)
     world.age(3600)
@@ -901,7 +901,7 @@ def test_a_deadline_ends_the_run_with_its_state_saved() -> None:
     ]
 
 
-def test_a_deadline_runs_while_a_volume_is_waited_for() -> None:
+def test_a_deadline_includes_the_time_that_a_volume_is_waited_for() -> None:
     world = Simulation(
         make_run(activeDeadlineSeconds=3600, storage={"claimName": "missing"})
     )
@@ -911,7 +911,7 @@ def test_a_deadline_runs_while_a_volume_is_waited_for() -> None:
     assert (decision.phase, decision.reason) == (Phase.FAILED, Reason.DEADLINE_EXCEEDED)
 
 
-def test_a_deadline_does_not_run_while_suspended() -> None:
+def test_a_deadline_excludes_the_time_that_the_run_is_suspended() -> None:
     world = Simulation(make_run(activeDeadlineSeconds=3600)).run()
     world.set_spec(suspend=True)
     for _ in range(4):
@@ -923,7 +923,7 @@ def test_a_deadline_does_not_run_while_suspended() -> None:
     assert world.reconcile().action == Action.RUN
 
 
-def test_after_its_time_to_live_only_the_run_and_its_volume_are_left() -> None:
+def test_after_its_time_to_live_only_the_run_and_its_volume_remain() -> None:
     world = completed(make_run(ttlSecondsAfterFinished=600))
     assert world.decision.requeue_after == pytest.approx(600)
     world.age(600)
@@ -982,7 +982,7 @@ ABUSES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("spec", ABUSES, ids=lambda spec: json.dumps(spec)[:60])
-def test_what_a_run_must_not_say_is_told_and_makes_nothing(spec: dict[str, Any]) -> None:
+def test_an_invalid_spec_is_reported_and_creates_no_pod(spec: dict[str, Any]) -> None:
     world = Simulation(make_run(**spec))
     decision = world.settle()
     assert (decision.action, decision.reason) == (Action.HOLD, Reason.INVALID_SPEC)
@@ -991,7 +991,7 @@ def test_what_a_run_must_not_say_is_told_and_makes_nothing(spec: dict[str, Any])
     assert world.created == []
 
 
-def test_a_file_that_is_corrected_before_the_first_pod_starts_the_run_with_all_it_says() -> (
+def test_a_manifest_that_is_corrected_before_the_first_pod_starts_with_all_its_settings() -> (
     None
 ):
     wrong = {**TRAINING, "schedule": {"type": "wsd", "warmup": "150%"}}
@@ -1020,7 +1020,7 @@ def test_a_file_that_is_corrected_before_the_first_pod_starts_the_run_with_all_i
     assert world.raw["status"]["recipeHash"]
 
 
-def test_a_wrong_change_of_a_run_that_trains_makes_no_pod_and_ends_none() -> None:
+def test_an_invalid_edit_of_a_training_run_creates_and_ends_no_pod() -> None:
     world = Simulation().run()
     before = world.live()
     world.set_spec(nodes={"min": 3, "max": 2})
@@ -1030,7 +1030,7 @@ def test_a_wrong_change_of_a_run_that_trains_makes_no_pod_and_ends_none() -> Non
     assert world.settle().phase == Phase.RUNNING
 
 
-def test_other_settings_bring_all_pods_back_with_their_state_and_keep_image_and_budgets() -> (
+def test_changed_settings_restart_all_pods_with_their_state_and_keep_image_and_budgets() -> (
     None
 ):
     world = Simulation().run()
@@ -1052,14 +1052,14 @@ def test_other_settings_bring_all_pods_back_with_their_state_and_keep_image_and_
     assert world.settle().phase != Phase.RESTARTING, "the same setting, written otherwise"
 
 
-def test_an_operator_that_hashes_settings_otherwise_restarts_no_run() -> None:
+def test_another_hash_of_the_same_settings_restarts_no_run() -> None:
     world = Simulation().run()
     world.raw["status"]["memory"]["settings"] = "of another release"
     assert world.settle().phase == Phase.RUNNING
     assert world.status["memory"]["settings"] != "of another release"
 
 
-def test_a_run_of_an_older_release_that_noted_no_settings_restarts_for_an_edit_of_them_alone() -> (
+def test_a_run_of_a_release_without_settings_hash_restarts_only_for_an_edit_of_settings() -> (
     None
 ):
     world = Simulation().run()
@@ -1090,7 +1090,7 @@ def test_a_run_of_an_older_release_that_noted_no_settings_restarts_for_an_edit_o
         ),
     ],
 )
-def test_settings_that_nobody_can_compare_bring_all_pods_back(text: str) -> None:
+def test_settings_that_cannot_be_compared_restart_all_pods(text: str) -> None:
     world = Simulation().run()
     del world.raw["status"]["memory"]["settings"]
     world.children["ConfigMap", "docs-lm-config"]["data"]["trainingrun.json"] = text
@@ -1119,7 +1119,7 @@ def test_an_edit_of_live_settings_is_an_event_that_names_each_field_once() -> No
     ]
 
 
-def test_an_edit_of_a_run_without_pods_is_not_told_again_by_its_later_edits() -> None:
+def test_an_edit_of_a_run_without_pods_is_not_reported_again_by_later_edits() -> None:
     world = Simulation().run()
     world.set_spec(suspend=True)
     world.settle()
@@ -1145,7 +1145,7 @@ def test_an_edit_of_a_run_without_pods_is_not_told_again_by_its_later_edits() ->
     assert told() == ["spec.training.skipSteps: [] → [12]"] * 2
 
 
-def test_an_edit_that_adds_changes_or_removes_evaluation_pods_is_named() -> None:
+def test_an_edit_that_adds_changes_or_removes_evaluation_pods_is_reported() -> None:
     sets = {key: value for key, value in TRAINING["evaluation"].items() if key != "every"}
     world = Simulation(make_run(training={**TRAINING, "evaluation": sets})).run()
     for evaluation in ({}, {"keepWaiting": 9}, None):
@@ -1160,7 +1160,7 @@ def test_an_edit_that_adds_changes_or_removes_evaluation_pods_is_named() -> None
     ]
 
 
-def test_a_setting_that_takes_no_restart_is_an_event_too() -> None:
+def test_a_setting_that_needs_no_restart_is_reported_by_an_event_too() -> None:
     world = Simulation().run()
     world.set_spec(training={**TRAINING, "skipSteps": [12]})
     assert world.settle().phase == Phase.RUNNING
@@ -1168,14 +1168,14 @@ def test_a_setting_that_takes_no_restart_is_an_event_too() -> None:
     assert event.message == "spec.training.skipSteps: [] → [12]"
 
 
-def test_a_recipe_that_is_only_spelled_otherwise_goes_on_in_the_same_folder() -> None:
+def test_a_recipe_that_differs_only_in_spelling_continues_in_the_same_folder() -> None:
     first = with_claim(shared("docs-lm")).run()
     spelled = {**TRAINING, "batching": {"globalBatchSize": "4096", "microBatchSize": 1}}
     again = with_claim(shared("docs-lm", uid="later", training=spelled), first)
     assert again.reconcile().coordinator_attempt == 1
 
 
-def test_a_record_of_an_older_release_has_the_recipe_by_its_spelling() -> None:
+def test_a_record_of_an_older_release_hashes_the_recipe_by_its_spelling() -> None:
     first = with_claim(shared("docs-lm")).run()
     annotations = first.children["PersistentVolumeClaim", "shared"]["metadata"][
         "annotations"
@@ -1191,7 +1191,7 @@ def test_a_record_of_an_older_release_has_the_recipe_by_its_spelling() -> None:
     assert another.settle().reason == Reason.OUTPUT_CONFLICT
 
 
-def test_a_longer_horizon_of_a_complete_run_names_what_to_do() -> None:
+def test_a_longer_horizon_of_a_complete_run_is_reported_with_a_remedy() -> None:
     world = Simulation().run()
     for name in world.live():
         world.end(name, 0)
@@ -1202,7 +1202,7 @@ def test_a_longer_horizon_of_a_complete_run_names_what_to_do() -> None:
     assert "evergrad run --extend" in message
 
 
-def test_a_wrong_setting_restarts_nothing_before_or_after_its_correction() -> None:
+def test_an_invalid_setting_restarts_nothing_before_or_after_its_correction() -> None:
     world = Simulation().run()
     before = world.live()
     world.set_spec(training={**TRAINING, "checkpoint": {"every": {"steps": 0}}})
@@ -1218,7 +1218,7 @@ def test_a_run_that_is_refused_can_still_be_suspended() -> None:
     assert world.reconcile().action == Action.STOP
 
 
-def test_more_problems_than_a_status_holds_are_counted() -> None:
+def test_problems_beyond_the_space_of_a_status_are_counted() -> None:
     many = [{"name": f"EVERGRAD_{number}", "value": "x"} for number in range(90)]
     world = Simulation(make_run(template={"env": many}))
     message = world.settle().message

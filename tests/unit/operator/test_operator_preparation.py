@@ -70,7 +70,7 @@ def edit(simulation: Simulation, **spec: Any) -> None:
     simulation.store.change("trainingruns", *KEY, {"spec": spec})
 
 
-def test_no_node_and_no_coordinator_is_made_before_the_data_are_prepared(
+def test_nodes_and_coordinator_are_created_only_after_the_data_are_prepared(
     simulation: Simulation,
 ) -> None:
     assert simulation.pods("preparation") == ["run-prepare-0"]
@@ -93,7 +93,7 @@ def test_no_node_and_no_coordinator_is_made_before_the_data_are_prepared(
     assert simulation.status["restarts"]["total"] == 0
 
 
-def test_the_pod_has_its_own_resources_and_looks_where_the_nodes_will(
+def test_the_preparation_pod_has_its_own_resources_and_reads_the_folders_of_the_nodes(
     simulation: Simulation,
 ) -> None:
     raw = pod(simulation, "run-prepare-0")
@@ -112,7 +112,7 @@ def test_the_pod_has_its_own_resources_and_looks_where_the_nodes_will(
     assert raw["spec"]["automountServiceAccountToken"] is False
 
 
-def test_it_runs_where_its_own_selector_says_else_where_the_run_may() -> None:
+def test_the_preparation_runs_where_its_own_selector_or_else_the_run_allows() -> None:
     template = {"nodeSelector": {"pool": "gpu"}}
     for section, expected in (
         (SECTION, {"pool": "gpu"}),
@@ -125,7 +125,7 @@ def test_it_runs_where_its_own_selector_says_else_where_the_run_may() -> None:
         assert pod(simulation, "run-prepare-0")["spec"].get("nodeSelector") == expected
 
 
-def test_how_far_it_is_stands_in_the_status(simulation: Simulation) -> None:
+def test_the_status_shows_the_progress_of_the_preparation(simulation: Simulation) -> None:
     start(simulation)
     simulation.coordinators.answers[KEY] = REPORT
     simulation.now += 30
@@ -138,7 +138,7 @@ def test_how_far_it_is_stands_in_the_status(simulation: Simulation) -> None:
     assert simulation.status.get("progress", {}).get("step") is None
 
 
-def test_its_progress_alone_is_written_every_ten_seconds_at_most(
+def test_preparation_progress_alone_is_written_every_ten_seconds_at_most(
     simulation: Simulation,
 ) -> None:
     start(simulation)
@@ -152,7 +152,7 @@ def test_its_progress_alone_is_written_every_ten_seconds_at_most(
 
 
 @pytest.mark.parametrize("how", ["killed", "deleted", "vanished"])
-def test_a_pod_that_is_lost_is_followed_by_another_that_goes_on(
+def test_a_lost_preparation_pod_is_replaced_and_resumes(
     simulation: Simulation, how: str
 ) -> None:
     start(simulation)
@@ -175,7 +175,7 @@ def test_a_pod_that_is_lost_is_followed_by_another_that_goes_on(
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
-def test_a_mistake_in_the_data_fails_the_run_with_the_commands_own_words(
+def test_a_user_error_in_the_data_fails_the_run_with_the_message_of_the_command(
     simulation: Simulation,
 ) -> None:
     start(simulation)
@@ -203,7 +203,7 @@ def test_a_mistake_in_the_data_fails_the_run_with_the_commands_own_words(
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
-def test_a_preparation_that_fails_too_often_ends_the_run_and_names_its_own_limit(
+def test_repeated_preparation_failures_end_the_run_at_the_limit_of_the_section_and_name_it(
     simulation: Simulation,
 ) -> None:
     for attempt in range(4):
@@ -225,7 +225,7 @@ def test_a_preparation_that_fails_too_often_ends_the_run_and_names_its_own_limit
 
 
 @pytest.mark.parametrize("documents", [0, 7])
-def test_chunks_that_are_finished_are_progress_and_a_long_life_is_none(
+def test_finished_chunks_count_as_progress_and_a_long_life_does_not(
     simulation: Simulation, documents: int
 ) -> None:
     values = {**REPORT["preparation"], "documents": documents}  # type: ignore[dict-item]
@@ -242,7 +242,7 @@ def test_chunks_that_are_finished_are_progress_and_a_long_life_is_none(
     assert simulation.status["phase"] == ("Preparing" if documents else "Failed")
 
 
-def test_trouble_of_a_host_costs_no_failure_and_the_next_pod_keeps_away_from_it(
+def test_a_host_fault_counts_no_preparation_failure_and_the_next_pod_avoids_the_host(
     simulation: Simulation,
 ) -> None:
     start(simulation)
@@ -265,7 +265,7 @@ def test_trouble_of_a_host_costs_no_failure_and_the_next_pod_keeps_away_from_it(
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
-def test_suspension_deletes_the_pod_and_the_resumed_run_goes_on_where_it_was(
+def test_suspension_deletes_the_pod_and_the_resumed_run_continues_the_preparation(
     simulation: Simulation,
 ) -> None:
     start(simulation)
@@ -283,7 +283,7 @@ def test_suspension_deletes_the_pod_and_the_resumed_run_goes_on_where_it_was(
 
 
 @pytest.mark.parametrize("change", ["suspend", "restart"])
-def test_a_run_whose_data_are_prepared_makes_no_such_pod_again(
+def test_a_prepared_run_creates_no_further_preparation_pod(
     simulation: Simulation, change: str
 ) -> None:
     start(simulation)
@@ -306,7 +306,7 @@ def test_a_run_whose_data_are_prepared_makes_no_such_pod_again(
     assert set(simulation.pods("preparation")) <= {"run-prepare-0"}
 
 
-def test_evaluation_sources_that_are_new_are_prepared_once_no_node_is_there(
+def test_new_evaluation_sources_are_prepared_when_no_node_exists(
     simulation: Simulation,
 ) -> None:
     start(simulation)
@@ -324,7 +324,7 @@ def test_evaluation_sources_that_are_new_are_prepared_once_no_node_is_there(
     assert simulation.pods("preparation") == ["run-prepare-1"] and simulation.pods() == []
 
 
-def test_without_the_section_a_pod_that_prepares_leaves_and_nodes_come(
+def test_without_the_section_the_preparation_pod_is_deleted_and_nodes_are_created(
     simulation: Simulation,
 ) -> None:
     start(simulation)
@@ -336,7 +336,9 @@ def test_without_the_section_a_pod_that_prepares_leaves_and_nodes_come(
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
-def test_a_pod_that_the_operator_sends_away_is_no_restart(simulation: Simulation) -> None:
+def test_a_preparation_pod_that_the_operator_deletes_counts_no_restart(
+    simulation: Simulation,
+) -> None:
     start(simulation)
     edit(simulation, preparation=None)
     for _ in range(3):
@@ -347,7 +349,7 @@ def test_a_pod_that_the_operator_sends_away_is_no_restart(simulation: Simulation
     assert not simulation.status.get("attempts")
 
 
-def test_an_edit_of_what_is_prepared_sends_the_pod_away_and_says_so(
+def test_an_edit_of_the_prepared_data_deletes_the_pod_and_is_reported(
     simulation: Simulation,
 ) -> None:
     start(simulation)
@@ -370,7 +372,7 @@ def test_an_edit_of_what_is_prepared_sends_the_pod_away_and_says_so(
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
-def test_a_run_that_is_deleted_while_it_prepares_gets_no_further_pod(
+def test_a_run_that_is_deleted_during_preparation_gets_no_further_pod(
     simulation: Simulation,
 ) -> None:
     start(simulation)
@@ -406,7 +408,7 @@ def test_an_image_that_its_host_cannot_get_is_corrected_by_a_restart(
     assert simulation.status["restarts"]["total"] == 0
 
 
-def test_a_host_that_has_the_image_by_its_tag_alone_gets_the_next_pod_by_that() -> None:
+def test_the_next_pod_requests_the_tag_if_a_host_has_the_image_by_its_tag_alone() -> None:
     image = "registry.example/trainer:1"
     simulation = Simulation()
     simulation.create_run(preparation=SECTION, image=image)
@@ -442,7 +444,7 @@ def test_a_host_that_has_the_image_by_its_tag_alone_gets_the_next_pod_by_that() 
     assert container["image"] == image
 
 
-def test_failures_of_nodes_are_not_blamed_on_a_preparation_that_is_due(
+def test_failures_of_nodes_are_not_attributed_to_a_pending_preparation(
     simulation: Simulation,
 ) -> None:
     start(simulation)
@@ -463,7 +465,7 @@ def test_failures_of_nodes_are_not_blamed_on_a_preparation_that_is_due(
     assert simulation.status["message"].startswith("pods failed 4 times without progress")
 
 
-def test_a_pod_that_has_run_for_long_makes_the_next_trouble_of_a_host_a_first_one(
+def test_a_host_fault_after_a_long_preparation_counts_as_the_first_one(
     simulation: Simulation,
 ) -> None:
     text = said(ErrorKind.ENVIRONMENT, "host n1: /volume: stale file handle")
@@ -478,7 +480,9 @@ def test_a_pod_that_has_run_for_long_makes_the_next_trouble_of_a_host_a_first_on
     assert ready["Stalled"] == "False"
 
 
-def test_the_sandbox_of_the_nodes_is_the_pods_own_unless_it_has_hosts_of_its_own() -> None:
+def test_the_preparation_uses_the_runtime_class_of_the_nodes_unless_it_has_its_own_hosts() -> (
+    None
+):
     for section, expected in (
         (SECTION, "gvisor"),
         ({"nodeSelector": {"pool": "cpu"}}, None),
@@ -490,7 +494,7 @@ def test_the_sandbox_of_the_nodes_is_the_pods_own_unless_it_has_hosts_of_its_own
         assert found == expected
 
 
-def test_a_refusal_of_the_pod_names_its_own_field() -> None:
+def test_a_refused_preparation_pod_is_reported_with_its_own_field() -> None:
     failed = "failed quota: q: must specify limits.cpu for: trainer"
     for run, name, expected in (
         ("run", "run-prepare-0", "spec.preparation.resources"),
@@ -517,7 +521,7 @@ def test_a_deadline_ends_the_preparation_too() -> None:
     assert simulation.pods("preparation") == []
 
 
-def test_a_pod_that_finds_no_place_is_explained_with_its_own_field(
+def test_an_unschedulable_preparation_pod_is_explained_with_its_own_field(
     simulation: Simulation,
 ) -> None:
     condition = {
@@ -539,7 +543,7 @@ def test_a_pod_that_finds_no_place_is_explained_with_its_own_field(
     assert "Lower spec.preparation.resources" in message
 
 
-def test_what_is_remembered_of_a_preparation_is_read_back_and_bounded() -> None:
+def test_the_preparation_notes_are_read_back_and_bounded() -> None:
     known = DataPreparation(attempt=3, is_recorded=True, prepared="abc")
     assert parse_preparation({}, pack_preparation(known)) == known
     assert parse_preparation({}, "") == parse_preparation({}, "{[") == DataPreparation()

@@ -51,14 +51,16 @@ def texts(found: RunProfile) -> list[str]:
 # ---- resolving ---------------------------------------------------------------------------------------------
 
 
-def test_a_run_without_any_profile_has_none_and_remembers_that() -> None:
+def test_a_run_without_a_profile_records_that_it_has_none() -> None:
     found = resolve(make_run(), "", None)
     assert found == RunProfile() and found.note == "{}"
     status = {"recipeHash": "r", "memory": {"profile": found.note}}
     assert find_kept({**make_run(), "status": status}, "") == found
 
 
-def test_a_run_has_the_profile_it_names_else_default_and_the_namespaces_over_it() -> None:
+def test_a_run_gets_its_named_or_the_default_profile_overridden_by_the_namespace_profile() -> (
+    None
+):
     installation = profiles(default=of({"image": "a/a:1"}), big=of({"image": "b/b:1"}))
     assert resolve(make_run(), installation, None).defaults == {"image": "a/a:1"}
     own = NamespaceProfile({"defaults": {"ttlSecondsAfterFinished": 5}})
@@ -67,7 +69,7 @@ def test_a_run_has_the_profile_it_names_else_default_and_the_namespaces_over_it(
     assert found.text == "big, ConfigMap team/evergrad-profile" and found.problems == ()
 
 
-def test_a_profile_that_does_not_exist_or_is_anothers_is_refused_with_those_there_are() -> (
+def test_an_unknown_or_foreign_profile_is_refused_with_the_list_of_available_profiles() -> (
     None
 ):
     installation = profiles(
@@ -80,12 +82,14 @@ def test_a_profile_that_does_not_exist_or_is_anothers_is_refused_with_those_ther
     assert resolve(make_run(profile="small"), installation, None).problems == ()
 
 
-def test_a_default_that_is_for_other_namespaces_is_none_of_a_run_that_names_none() -> None:
+def test_a_default_profile_for_other_namespaces_does_not_apply_to_a_run_without_profile() -> (
+    None
+):
     installation = profiles(default=of({"image": "a/a:1"}, namespaces=["other"]))
     assert resolve(make_run(), installation, None) == RunProfile()
 
 
-def test_the_message_says_whose_file_is_wrong() -> None:
+def test_the_message_names_the_file_that_has_the_problem() -> None:
     wrong = {"defaults": {"template": {"tolerations": [{"effect": "NoSchedul"}]}}}
     found = resolve(make_run(), profiles(default={"alows": {}}), NamespaceProfile(wrong))
     one, two = texts(found)
@@ -101,12 +105,12 @@ def test_the_message_says_whose_file_is_wrong() -> None:
 @pytest.mark.parametrize(
     "wrong", [7, "x", [], {"namespaces": 7}, {"defaults": [1]}, {"allows": 1}]
 )
-def test_a_profile_of_any_shape_is_a_message_and_no_crash(wrong: Any) -> None:
+def test_a_malformed_profile_gives_a_message_and_no_crash(wrong: Any) -> None:
     found = resolve(make_run(), profiles(default=wrong), NamespaceProfile(wrong))
     assert len(found.problems) >= 2 and found.note == "unsettled"
 
 
-def test_a_namespace_cannot_allow_what_the_installation_does_not() -> None:
+def test_a_namespace_cannot_allow_more_than_the_installation() -> None:
     own = NamespaceProfile({"allows": {"rdma": ["rdma/x"]}})
     found = resolve(make_run(), profiles(default=of({})), own)
     assert found.rdma == ()
@@ -116,7 +120,7 @@ def test_a_namespace_cannot_allow_what_the_installation_does_not() -> None:
     )
 
 
-def test_profiles_that_a_status_has_no_room_for_are_refused() -> None:
+def test_profiles_too_large_for_the_status_are_refused() -> None:
     labels = {f"l{number}": "x" * 60 for number in range(100)}
     found = resolve(
         make_run(), profiles(default=of({"template": {"labels": labels}})), None
@@ -125,7 +129,7 @@ def test_profiles_that_a_status_has_no_room_for_are_refused() -> None:
 
 
 @pytest.mark.parametrize("own", [None, NamespaceProfile({"defaults": {}})])
-def test_names_that_are_granted_take_no_room_of_the_profiles(
+def test_granted_names_do_not_count_towards_the_size_of_the_profile(
     own: NamespaceProfile | None,
 ) -> None:
     def find(size: int) -> RunProfile:
@@ -143,7 +147,7 @@ def test_names_that_are_granted_take_no_room_of_the_profiles(
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "7"])
-def test_a_text_that_is_no_object_of_profiles_is_no_setting(text: str) -> None:
+def test_a_text_that_is_not_an_object_of_profiles_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_profiles(text)
 
@@ -151,7 +155,7 @@ def test_a_text_that_is_no_object_of_profiles_is_no_setting(text: str) -> None:
 # ---- keeping -----------------------------------------------------------------------------------------------
 
 
-def test_a_profile_is_kept_from_the_beginning_of_a_run_until_a_restart() -> None:
+def test_a_run_keeps_its_profile_from_its_start_until_a_restart() -> None:
     found = RunProfile(
         {"image": "a/a:1"}, ("rdma/x",), ("default",), granted=Granted(frozenset({"a/a:1"}))
     )
@@ -164,7 +168,9 @@ def test_a_profile_is_kept_from_the_beginning_of_a_run_until_a_restart() -> None
     assert find_kept({**again, "status": {**status, "phase": "Complete"}}, "") == found
 
 
-def test_names_of_the_installations_profile_are_told_from_those_of_the_namespaces() -> None:
+def test_names_of_the_installation_profile_are_kept_apart_from_names_of_the_namespace_profile() -> (
+    None
+):
     fetch = {"name": "fetch", "image": "a/b:1", "command": ["sh"]}
     template = {"priorityClassName": "high", "initContainers": [fetch]}
     installation = profiles(default=of({"image": "a/a:1", "template": template}))
@@ -175,7 +181,7 @@ def test_names_of_the_installations_profile_are_told_from_those_of_the_namespace
     assert find_kept({**make_run(), "status": status}, "") == found
 
 
-def test_a_run_from_before_profiles_has_none_and_keeps_its_devices() -> None:
+def test_a_run_from_before_profiles_has_no_profile_and_keeps_its_devices() -> None:
     raw = {**make_run(resources={"limits": {"rdma/x": 1}}), "status": {"recipeHash": "r"}}
     kept = find_kept(raw, "")
     assert kept is NO_PROFILE
@@ -184,7 +190,7 @@ def test_a_run_from_before_profiles_has_none_and_keeps_its_devices() -> None:
 
 
 @pytest.mark.parametrize("note", ["unsettled", "[]", "{", '{"rdma":7}'])
-def test_a_note_that_says_nothing_is_resolved_anew(note: str) -> None:
+def test_an_empty_or_damaged_profile_note_is_resolved_again(note: str) -> None:
     status = {"recipeHash": "r", "memory": {"profile": note}}
     assert find_kept({**make_run(), "status": status}, "") is None
 
@@ -199,7 +205,7 @@ def page_blocks() -> list[Any]:
     ]
 
 
-def test_the_ten_lines_of_the_page_with_its_profiles_make_these_pods() -> None:
+def test_the_example_of_the_profiles_page_produces_the_golden_pods() -> None:
     # To accept a change: GOLDEN=write make test PYTEST=tests/unit/operator/test_operator_profiles.py
     run, values, config_map = page_blocks()
     own = NamespaceProfile(yaml.safe_load(config_map["data"]["profile.yaml"]))
@@ -224,7 +230,7 @@ def test_the_ten_lines_of_the_page_with_its_profiles_make_these_pods() -> None:
     assert capabilities == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
 
 
-def test_memory_is_locked_only_with_a_device_that_is_allowed() -> None:
+def test_memory_is_locked_only_with_an_allowed_device() -> None:
     for limits in ({}, {"nvidia.com/gpu": 1}):
         world = simulated_run.Simulation(make_run(resources={"limits": limits}))
         world.profile = RunProfile(rdma=("rdma/x",))
@@ -270,7 +276,7 @@ def train(simulation: Simulation) -> None:
     simulation.settle()
 
 
-def test_a_run_keeps_the_profile_it_began_with_and_a_restart_takes_the_new_one() -> None:
+def test_a_run_keeps_its_profile_and_a_restart_takes_the_new_one() -> None:
     simulation = begun(profiles(default=of({"resources": {"requests": {"cpu": "100m"}}})))
     put_profile(
         simulation, "defaults: {template: {tolerations: [{key: gpu, operator: Exists}]}}"
@@ -312,7 +318,7 @@ def test_a_run_keeps_the_profile_it_began_with_and_a_restart_takes_the_new_one()
     )
 
 
-def test_the_profile_of_a_namespace_is_read_once_by_its_name() -> None:
+def test_the_namespace_profile_is_read_once_by_its_name() -> None:
     simulation = begun()
     simulation.reconcile()
     first = simulation.cluster.reads.count(("list", "configmaps"))
@@ -324,7 +330,7 @@ def test_the_profile_of_a_namespace_is_read_once_by_its_name() -> None:
     assert simulation.status["memory"]["profile"] == "{}"
 
 
-def test_a_restart_with_a_wrong_profile_can_be_taken_back() -> None:
+def test_a_restart_with_an_invalid_profile_can_be_reverted() -> None:
     simulation = begun()
     put_profile(
         simulation, "defaults: {template: {tolerations: [{key: gpu, operator: Exists}]}}"
@@ -357,7 +363,7 @@ def test_a_restart_with_a_wrong_profile_can_be_taken_back() -> None:
     assert simulation.status["image"] == "x/y:1"
 
 
-def test_a_wrong_profile_holds_the_run_until_it_is_corrected() -> None:
+def test_an_invalid_profile_holds_the_run_until_it_is_corrected() -> None:
     simulation = begun()
     for text, said in (
         (
@@ -379,7 +385,7 @@ def test_a_wrong_profile_holds_the_run_until_it_is_corrected() -> None:
     assert simulation.status["image"] == "x/y:1"
 
 
-def test_a_wrong_profile_of_a_suspended_run_is_not_taken_for_settled() -> None:
+def test_an_invalid_profile_of_a_suspended_run_is_read_again_when_the_run_resumes() -> None:
     simulation = begun(suspend=True)
     put_profile(simulation, "defaults: {imge: x}")
     simulation.settle()
@@ -393,7 +399,7 @@ def test_a_wrong_profile_of_a_suspended_run_is_not_taken_for_settled() -> None:
     assert simulation.status["image"] == "x/y:1"
 
 
-def test_without_an_answer_about_the_profile_no_run_begins(
+def test_no_run_starts_if_the_profile_cannot_be_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     simulation = begun(resources={"limits": {"rdma/hca": 1}})
@@ -441,7 +447,7 @@ def test_devices_that_no_profile_allows_are_refused_before_a_pod_exists() -> Non
 
 
 @pytest.mark.parametrize("section", ["resources", "preparation", "evaluation", "init"])
-def test_no_container_of_a_run_asks_for_a_device_that_no_profile_allows(
+def test_no_container_of_a_run_requests_a_device_that_no_profile_allows(
     section: str,
 ) -> None:
     device = {"limits": {"rdma/hca": "1"}}
@@ -470,7 +476,7 @@ def config_map(text: str, version: int) -> dict[str, Any]:
     return {"metadata": metadata, "data": {"profile.yaml": text}}
 
 
-def test_a_version_of_a_namespaces_profile_is_parsed_once_however_many_runs_have_it(
+def test_each_version_of_a_namespace_profile_is_parsed_once_for_all_its_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parsed: list[str] = []
@@ -500,7 +506,7 @@ def test_a_version_of_a_namespaces_profile_is_parsed_once_however_many_runs_have
     assert threading.main_thread().name not in parsed
 
 
-def test_a_long_text_is_refused_before_any_of_it_is_read(
+def test_an_overlong_text_is_refused_before_it_is_parsed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -519,7 +525,7 @@ def test_a_long_text_is_refused_before_any_of_it_is_read(
     ), problem
 
 
-def test_a_profile_that_stays_wrong_is_looked_at_less_often() -> None:
+def test_a_profile_that_stays_invalid_is_read_less_frequently() -> None:
     world = simulated_run.Simulation(make_run())
     world.profile = resolve(make_run(), "", NamespaceProfile({"defalts": {}}))
     pauses = []
@@ -529,7 +535,7 @@ def test_a_profile_that_stays_wrong_is_looked_at_less_often() -> None:
     assert pauses == [30.0, 30.0, 150.0, 300.0]
 
 
-def test_a_queue_of_a_profile_is_the_queue_of_its_pods() -> None:
+def test_the_queue_of_a_profile_is_the_queue_of_its_pods() -> None:
     simulation = begun(profiles(default=of({"queueName": "gpus"})))
     simulation.reconcile()
     pods = [

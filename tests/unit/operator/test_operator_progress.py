@@ -104,7 +104,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-def test_the_newest_answer_is_known_with_the_attempt_it_is_of() -> None:
+def test_the_newest_status_is_stored_with_its_attempt() -> None:
     known, news = ask(Coordinator(json.dumps({"phase": "Running", "step": 7}).encode()))
     answer = known.answer(KEY)
     assert answer is not None
@@ -112,7 +112,7 @@ def test_the_newest_answer_is_known_with_the_attempt_it_is_of() -> None:
     assert news == [True]
 
 
-def test_progress_alone_is_news_but_not_urgent() -> None:
+def test_progress_alone_is_a_change_but_not_urgent() -> None:
     coordinator = Coordinator(json.dumps({"phase": "Running", "step": 1}).encode())
 
     async def advance() -> None:
@@ -146,7 +146,7 @@ def test_progress_alone_is_news_but_not_urgent() -> None:
         lambda: Coordinator(b"[" * 100_000),
     ],
 )
-def test_what_is_no_answer_is_none_and_is_asked_for_less_often(
+def test_an_invalid_response_is_ignored_and_polled_less_frequently(
     build: Callable[[], Coordinator],
 ) -> None:
     news: list[bool] = []
@@ -168,7 +168,7 @@ def test_what_is_no_answer_is_none_and_is_asked_for_less_often(
     assert 0.05 < first < second < third
 
 
-def test_a_coordinator_that_is_not_there_is_no_error() -> None:
+def test_a_missing_coordinator_raises_no_error() -> None:
     async def main() -> None:
         known = Coordinators(PollSettings(port=1, timeout=0.2))
         known.follow(KEY, "127.0.0.1", 0, token="t")
@@ -181,7 +181,7 @@ def test_a_coordinator_that_is_not_there_is_no_error() -> None:
     asyncio.run(main())
 
 
-def test_the_answer_of_an_older_coordinator_is_not_the_newer_ones() -> None:
+def test_the_status_of_an_older_coordinator_is_not_attributed_to_the_newer_one() -> None:
     known, _ = ask(Coordinator(b'{"step": 1}'))
     known.follow(KEY, "127.0.0.1", 4, token="t")
     assert known.answer(KEY) is None
@@ -189,7 +189,7 @@ def test_the_answer_of_an_older_coordinator_is_not_the_newer_ones() -> None:
     assert not known._followed
 
 
-def test_nothing_is_kept_or_told_of_a_coordinator_that_is_left_while_it_is_asked(
+def test_a_coordinator_that_is_unfollowed_during_a_poll_leaves_no_state_or_notification(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[bool] = []
@@ -217,7 +217,7 @@ def test_nothing_is_kept_or_told_of_a_coordinator_that_is_left_while_it_is_asked
     assert not (queue._due or queue._heap or queue._last_end or queue._failures)
 
 
-def test_who_must_know_now_asks_at_once_and_keeps_what_is_known_if_nobody_answers() -> None:
+def test_an_immediate_poll_keeps_the_last_status_if_the_response_is_invalid() -> None:
     async def main() -> None:
         coordinator = Coordinator(b'{"step": 1}')
         known = Coordinators(
@@ -237,7 +237,7 @@ def test_who_must_know_now_asks_at_once_and_keeps_what_is_known_if_nobody_answer
     asyncio.run(main())
 
 
-def test_an_answer_does_not_replace_one_that_was_asked_for_later() -> None:
+def test_a_response_does_not_replace_the_response_of_a_later_request() -> None:
     """A poll may be answered after a pass that began to ask later."""
 
     async def main() -> None:
@@ -262,7 +262,7 @@ def test_an_answer_does_not_replace_one_that_was_asked_for_later() -> None:
     asyncio.run(main())
 
 
-def test_bounds_are_posted_and_a_refusal_keeps_the_coordinators_words() -> None:
+def test_bounds_are_posted_and_a_refusal_keeps_the_message_of_the_coordinator() -> None:
     async def main() -> Coordinator:
         coordinator = Coordinator(b"ok")
         port = await coordinator.listen()
@@ -287,7 +287,7 @@ def test_bounds_are_posted_and_a_refusal_keeps_the_coordinators_words() -> None:
     )
 
 
-def test_every_request_carries_the_runs_token() -> None:
+def test_every_request_carries_the_token_of_the_run() -> None:
     async def main() -> Coordinator:
         coordinator = Coordinator(b'{"step": 1}')
         known = Coordinators(PollSettings(port=await coordinator.listen()))
@@ -302,7 +302,7 @@ def test_every_request_carries_the_runs_token() -> None:
     assert asyncio.run(main()).tokens == {"Bearer first", "Bearer second"}
 
 
-def test_a_coordinator_that_does_not_take_the_token_is_said_with_the_remedy() -> None:
+def test_a_coordinator_that_refuses_the_token_is_reported_with_the_remedy() -> None:
     async def main() -> None:
         coordinator = Coordinator(b"no", head="HTTP/1.1 401 Unauthorized")
         known = Coordinators(PollSettings(port=await coordinator.listen()))
@@ -328,7 +328,7 @@ def test_a_coordinator_that_does_not_take_the_token_is_said_with_the_remedy() ->
         (ValueError("not a status"), "CoordinatorUnreachable", "bad_answer"),
     ],
 )
-def test_silence_is_measured_from_the_first_poll_that_failed_and_told_at_its_marks(
+def test_silence_is_measured_from_the_first_failed_poll_and_reported_at_its_thresholds(
     failure: Exception, reason: str, cause: str
 ) -> None:
     now, told, causes = [1000.0], list[float](), list[str]()
@@ -392,7 +392,7 @@ def test_the_rate_of_polls_scales_with_the_number_of_runs(
     assert PollSettings().find_interval(followed) == seconds
 
 
-def test_of_thousands_of_coordinators_none_is_asked_less_than_every_30_s() -> None:
+def test_each_of_thousands_of_coordinators_is_polled_at_least_every_30_s() -> None:
     number = 3000
     asked: dict[tuple[str, str], list[float]] = {}
 
@@ -446,7 +446,7 @@ def test_without_the_lease_no_bounds_are_posted() -> None:
     assert [line.split()[0] for line in coordinator.requests] == ["POST"]
 
 
-def test_coordinators_that_are_left_together_are_polled_no_more() -> None:
+def test_coordinators_that_are_unfollowed_together_are_no_longer_polled() -> None:
     known = Coordinators()
     for one in range(3):
         known.follow(("ns", f"r{one}"), "127.0.0.1", 1, token="t")

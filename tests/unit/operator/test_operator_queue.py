@@ -29,7 +29,7 @@ async def work_for(
     await task
 
 
-def test_a_key_that_is_added_many_times_before_its_turn_comes_once() -> None:
+def test_a_key_that_is_added_several_times_before_its_turn_is_processed_once() -> None:
     done: list[str] = []
 
     async def process(key: str) -> None:
@@ -46,7 +46,9 @@ def test_a_key_that_is_added_many_times_before_its_turn_comes_once() -> None:
     assert done == ["a"]
 
 
-def test_news_that_come_during_work_that_fails_shorten_a_long_backoff_and_no_more() -> None:
+def test_additions_during_failing_work_shorten_a_long_backoff_only_to_five_seconds() -> (
+    None
+):
     starts: list[float] = []
 
     async def main() -> None:
@@ -67,7 +69,7 @@ def test_news_that_come_during_work_that_fails_shorten_a_long_backoff_and_no_mor
     assert pauses == {6.0}, "a second of work and five of backoff"
 
 
-def test_a_key_that_is_added_while_it_is_worked_on_comes_again_afterwards_and_never_twice_at_a_time() -> (
+def test_a_key_that_is_added_while_it_is_processed_is_processed_again_and_never_concurrently() -> (
     None
 ):
     active, most, done = set[str](), [0], list[str]()
@@ -95,7 +97,7 @@ def test_a_key_that_is_added_while_it_is_worked_on_comes_again_afterwards_and_ne
     assert most[0] == 2
 
 
-def test_no_more_keys_are_worked_on_at_a_time_than_there_are_workers() -> None:
+def test_the_number_of_keys_in_process_is_limited_by_the_number_of_workers() -> None:
     active, most = [0], [0]
 
     async def process(key: int) -> None:
@@ -117,7 +119,7 @@ def test_no_more_keys_are_worked_on_at_a_time_than_there_are_workers() -> None:
     assert most[0] == 3
 
 
-def test_a_failing_key_waits_longer_each_time_and_is_forgiven_when_it_succeeds() -> None:
+def test_a_failing_key_backs_off_and_its_backoff_resets_after_a_success() -> None:
     tries: list[float] = []
     failures: list[int] = []
 
@@ -140,7 +142,7 @@ def test_a_failing_key_waits_longer_each_time_and_is_forgiven_when_it_succeeds()
     assert all(gap >= 0.5 * 0.02 * 2**number - ROUNDING for number, gap in enumerate(gaps))
 
 
-def test_other_keys_go_on_while_one_fails_or_hangs() -> None:
+def test_other_keys_continue_while_one_fails_or_hangs() -> None:
     done: list[str] = []
 
     async def process(key: str) -> None:
@@ -164,7 +166,7 @@ def test_other_keys_go_on_while_one_fails_or_hangs() -> None:
     assert sorted(done) == ["a", "b"]
 
 
-def test_of_several_due_times_the_earliest_counts() -> None:
+def test_the_earliest_of_several_due_times_applies() -> None:
     done: list[str] = []
 
     async def process(key: str) -> None:
@@ -181,7 +183,7 @@ def test_of_several_due_times_the_earliest_counts() -> None:
     assert done == ["a"]
 
 
-def test_what_a_worker_asks_for_comes_after_so_many_seconds() -> None:
+def test_a_key_is_processed_again_after_the_seconds_that_a_worker_returns() -> None:
     times: list[float] = []
 
     async def process(key: str) -> float | None:
@@ -198,7 +200,7 @@ def test_what_a_worker_asks_for_comes_after_so_many_seconds() -> None:
     assert times[1] - times[0] >= 0.05 - ROUNDING
 
 
-def test_two_turns_of_one_key_are_apart_and_the_first_is_at_once() -> None:
+def test_the_first_turn_of_a_key_is_immediate_and_later_turns_are_spaced() -> None:
     times: list[float] = []
 
     async def main() -> None:
@@ -221,7 +223,7 @@ def test_two_turns_of_one_key_are_apart_and_the_first_is_at_once() -> None:
     assert len(times) <= 5
 
 
-def test_a_dropped_key_does_not_come() -> None:
+def test_a_dropped_key_is_not_processed() -> None:
     done: list[str] = []
 
     async def process(key: str) -> None:
@@ -237,7 +239,7 @@ def test_a_dropped_key_does_not_come() -> None:
     assert done == []
 
 
-def test_nothing_is_kept_of_keys_that_are_dropped_while_they_are_worked_on() -> None:
+def test_keys_that_are_dropped_while_they_are_processed_leave_no_state() -> None:
     async def main() -> WorkQueue[str]:
         queue: WorkQueue[str] = make_queue(spacing=0.1)
 
@@ -255,9 +257,7 @@ def test_nothing_is_kept_of_keys_that_are_dropped_while_they_are_worked_on() -> 
     )
 
 
-def test_a_week_of_passes_of_runs_with_a_deadline_leaves_no_more_entries_than_there_are_runs() -> (
-    None
-):
+def test_a_week_of_passes_over_runs_with_a_deadline_leaves_one_entry_per_run() -> None:
     week, now = 7 * 86_400.0, [0.0]
     keys = [f"run-{number}" for number in range(10)]
     left: set[str] = set()

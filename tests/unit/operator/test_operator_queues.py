@@ -100,7 +100,7 @@ class Queued:
         )
 
 
-def test_nodes_above_the_minimum_are_asked_for_once_all_below_it_have_a_host() -> None:
+def test_nodes_above_the_minimum_are_created_once_all_nodes_below_it_have_a_host() -> None:
     world = Queued().create()
     world.simulation.settle()
     assert world.simulation.pods() == ["run-0-0", "run-1-0"]
@@ -115,7 +115,9 @@ def test_nodes_above_the_minimum_are_asked_for_once_all_below_it_have_a_host() -
     assert world.groups() == {"run-0-0": group, "run-1-0": group, "run-2-0": ""}
 
 
-def test_a_node_above_the_minimum_is_younger_in_the_queue_by_a_second_at_least() -> None:
+def test_a_node_above_the_minimum_is_created_at_least_a_second_after_the_others_are_scheduled() -> (
+    None
+):
     world = Queued().create()
     world.simulation.settle()
     world.kueue.work()
@@ -142,7 +144,7 @@ def test_a_node_above_the_minimum_is_younger_in_the_queue_by_a_second_at_least()
 
 
 @pytest.mark.parametrize("is_watch_late", [False, True])
-def test_a_queued_run_says_which_queue_it_waits_for_and_that_nobody_has_to_act(
+def test_a_queued_run_names_its_queue_and_needs_no_person(
     is_watch_late: bool,
 ) -> None:
     world = Queued(quota=1)
@@ -160,7 +162,7 @@ def test_a_queued_run_says_which_queue_it_waits_for_and_that_nobody_has_to_act(
     ]
 
 
-def test_a_lost_pod_of_a_group_is_replaced_once_and_only_when_it_has_ended() -> None:
+def test_a_lost_pod_of_a_group_is_replaced_once_and_only_after_it_has_ended() -> None:
     world = Queued().create().train()
     world.simulation.now += 100
     world.simulation.store.delete("pods", "ns", "run-0-0")
@@ -175,9 +177,7 @@ def test_a_lost_pod_of_a_group_is_replaced_once_and_only_when_it_has_ended() -> 
     assert world.status["restarts"] == {"total": 1, "byCause": {"Deleted": 1}}
 
 
-def test_a_pod_whose_container_was_killed_is_replaced_once_its_kubelet_has_said_so() -> (
-    None
-):
+def test_a_pod_whose_container_was_killed_is_replaced_after_its_phase_has_ended() -> None:
     world = Queued().create().train()
     world.simulation.now += 100
     pod = world.pod("run-1-0")
@@ -197,7 +197,7 @@ def test_a_pod_whose_container_was_killed_is_replaced_once_its_kubelet_has_said_
     assert (world.kueue.excess, world.status["restarts"]["total"]) == ([], 1)
 
 
-def test_a_replacement_that_avoids_a_host_has_the_role_of_the_pod_it_replaces() -> None:
+def test_a_replacement_that_avoids_a_host_has_the_role_of_the_replaced_pod() -> None:
     world = Queued().create().train()
     world.simulation.now += 100
     world.simulation.end_pod("run-0-0", 70)
@@ -206,7 +206,7 @@ def test_a_replacement_that_avoids_a_host_has_the_role_of_the_pod_it_replaces() 
     assert world.running() == ["run-0-1", "run-1-0", "run-2-0"]
 
 
-def test_a_group_of_which_no_pod_lives_is_followed_by_a_new_one() -> None:
+def test_a_group_without_live_pods_is_followed_by_a_new_group() -> None:
     world = Queued().create().train()
     old = world.groups()["run-0-0"]
     world.simulation.now += 100
@@ -220,7 +220,9 @@ def test_a_group_of_which_no_pod_lives_is_followed_by_a_new_one() -> None:
     assert (world.kueue.excess, world.kueue.used) == ([], 3)
 
 
-def test_a_replacement_that_joined_a_group_too_late_leaves_and_comes_in_a_new_one() -> None:
+def test_a_replacement_that_joined_a_group_too_late_is_deleted_and_created_in_a_new_group() -> (
+    None
+):
     world = Queued().create().train()
     old = world.groups()["run-0-0"]
     world.simulation.now += 100
@@ -236,9 +238,7 @@ def test_a_replacement_that_joined_a_group_too_late_leaves_and_comes_in_a_new_on
     assert world.status["restarts"]["total"] == 2, "what never ran is no loss"
 
 
-def test_a_suspended_run_gives_its_quota_back_and_resumes_with_a_quota_for_one_gang() -> (
-    None
-):
+def test_a_suspended_run_releases_its_quota_and_resumes_with_a_quota_for_one_gang() -> None:
     world = Queued(quota=3).create().train()
     world.suspend(True)
     world.go_on()
@@ -250,7 +250,7 @@ def test_a_suspended_run_gives_its_quota_back_and_resumes_with_a_quota_for_one_g
     assert numbers == {"1"}, "a group of its own, also across a suspension"
 
 
-def test_a_run_that_is_suspended_while_it_waits_in_the_queue_is_suspended() -> None:
+def test_a_run_that_is_suspended_while_it_is_queued_reaches_suspended() -> None:
     world = Queued(quota=1).create().go_on(2)
     world.suspend(True)
     # A young coordinator has time to give a first answer.
@@ -259,7 +259,7 @@ def test_a_run_that_is_suspended_while_it_waits_in_the_queue_is_suspended() -> N
 
 
 @pytest.mark.parametrize("has_operator", [True, False])
-def test_a_deleted_run_gives_its_quota_back_with_and_without_an_operator(
+def test_a_deleted_run_releases_its_quota_with_and_without_an_operator(
     has_operator: bool,
 ) -> None:
     world = Queued().create().train()
@@ -274,7 +274,7 @@ def test_a_deleted_run_gives_its_quota_back_with_and_without_an_operator(
 
 
 @pytest.mark.parametrize("phase", ["Complete", "Failed"])
-def test_a_run_that_is_over_gives_its_quota_back(phase: str) -> None:
+def test_an_ended_run_releases_its_quota(phase: str) -> None:
     world = Queued().create().train()
     if phase == "Failed":
         failure = {
@@ -312,14 +312,14 @@ def test_a_preempted_gang_takes_its_elastic_nodes_along_and_returns() -> None:
     assert (world.kueue.excess, world.status["restarts"]["total"]) == ([], 2)
 
 
-def test_elastic_nodes_that_are_enough_to_train_go_on_while_the_gang_waits() -> None:
+def test_enough_elastic_nodes_continue_to_train_while_the_gang_waits() -> None:
     world = Queued(quota=4, nodes={"min": 2, "max": 4}).create().train()
     world.preempt(left=2)
     world.go_on(12)
     assert world.running() == ["run-2-0", "run-3-0"]
 
 
-def test_an_elastic_node_that_is_preempted_comes_again_when_there_is_room() -> None:
+def test_a_preempted_elastic_node_returns_when_quota_is_available() -> None:
     world = Queued().create().train()
     world.simulation.now += 100
     world.kueue.quota = 2
@@ -356,7 +356,7 @@ def test_a_lost_host_costs_the_gang_one_node_that_is_admitted_alone() -> None:
     assert (world.groups()["run-1-1"], world.kueue.excess) == ("", [])
 
 
-def test_elastic_nodes_have_a_priority_of_their_own_if_the_run_names_one() -> None:
+def test_elastic_nodes_have_their_own_priority_if_the_run_sets_one() -> None:
     world = Queued().create()
     annotations = {"evergrad.dev/elastic-priority-class": "low"}
     world.simulation.store.change(
@@ -370,7 +370,7 @@ def test_elastic_nodes_have_a_priority_of_their_own_if_the_run_names_one() -> No
     assert classes == ["normal", "normal", "low"]
 
 
-def test_a_preparation_that_waits_in_no_queue_comes_again_in_the_one_that_is_named() -> (
+def test_a_preparation_that_waits_without_a_queue_is_created_again_in_the_named_queue() -> (
     None
 ):
     preparation = {"resources": {"requests": {"cpu": "1"}}}
@@ -388,7 +388,7 @@ def test_a_preparation_that_waits_in_no_queue_comes_again_in_the_one_that_is_nam
     assert world.pod(name)["metadata"]["labels"][QUEUE] == "gpus"
 
 
-def test_a_coordinator_that_kueue_holds_comes_again_in_the_runs_queue() -> None:
+def test_a_coordinator_that_kueue_holds_is_created_again_in_the_queue_of_the_run() -> None:
     world = Queued(quota=4, manages_all=True).create()
     world.go_on(8)
     (name,) = world.simulation.pods("coordinator")
@@ -406,13 +406,13 @@ def test_a_coordinator_that_kueue_holds_comes_again_in_the_runs_queue() -> None:
     assert world.status["restarts"]["byCause"] == {"CoordinatorLost": 1}
 
 
-def test_a_coordinator_is_in_no_queue_where_kueue_leaves_it_alone() -> None:
+def test_a_coordinator_is_in_no_queue_if_kueue_does_not_manage_it() -> None:
     world = Queued().create().go_on()
     (name,) = world.simulation.pods("coordinator")
     assert QUEUE not in world.pod(name)["metadata"]["labels"]
 
 
-def test_a_run_without_a_queue_that_kueue_holds_names_the_label_to_set_and_goes_on_with_it() -> (
+def test_a_run_without_a_queue_that_kueue_holds_names_the_label_to_set_and_then_continues() -> (
     None
 ):
     world = Queued(quota=4, manages_all=True)
@@ -430,7 +430,7 @@ def test_a_run_without_a_queue_that_kueue_holds_names_the_label_to_set_and_goes_
     assert world.status["restarts"] == {"total": 0}
 
 
-def test_a_run_whose_queue_is_another_one_waits_there() -> None:
+def test_a_run_whose_queue_changes_waits_in_the_new_queue() -> None:
     world = Queued(quota=1).create().go_on(2)
     world.label({**LABELS, QUEUE: "others"})
     world.kueue.quota = 0
@@ -442,7 +442,7 @@ def test_a_run_whose_queue_is_another_one_waits_there() -> None:
     assert world.status["message"].endswith("the queue others")
 
 
-def test_a_coordinator_that_waits_leaves_the_queue_that_the_run_has_left() -> None:
+def test_a_waiting_coordinator_leaves_the_former_queue_of_the_run() -> None:
     world = Queued(quota=0, manages_all=True).create().go_on(8)
     (name,) = world.simulation.pods("coordinator")
     assert (name, world.pod(name)["metadata"]["labels"][QUEUE]) == (
@@ -462,7 +462,7 @@ def test_a_coordinator_that_waits_leaves_the_queue_that_the_run_has_left() -> No
     assert len(world.running()) == 3 and world.status["restarts"] == {"total": 0}
 
 
-def test_a_coordinator_leaves_its_queue_only_once_the_status_shows_that_it_is_no_loss() -> (
+def test_a_coordinator_leaves_its_queue_only_after_the_status_records_that_it_is_no_loss() -> (
     None
 ):
     world = Queued(quota=0, manages_all=True).create()
@@ -493,7 +493,7 @@ def test_a_coordinator_leaves_its_queue_only_once_the_status_shows_that_it_is_no
     assert world.status["restarts"] == {"total": 0}
 
 
-def test_a_run_that_no_longer_names_a_queue_stays_where_it_waits_until_there_is_room() -> (
+def test_a_run_whose_queue_label_is_removed_stays_in_its_queue_until_it_is_admitted() -> (
     None
 ):
     world = Queued(quota=0, manages_all=True, nodes={"min": 2, "max": 2}).create()
@@ -598,7 +598,7 @@ def killing(number: int, *, is_before: bool) -> Callable[[Queued], None]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_before", [True, False])
-def test_an_operator_killed_at_any_write_of_a_queued_run_leads_to_the_same_end(
+def test_an_operator_killed_at_any_write_of_a_queued_run_reaches_the_same_end(
     is_before: bool,
 ) -> None:
     plain = Queued()
@@ -630,7 +630,7 @@ def contend(
     return world
 
 
-def test_how_long_pods_wait_for_a_host_is_the_installations_to_say() -> None:
+def test_the_installation_sets_how_long_pods_wait_for_a_host() -> None:
     config = dataclasses.replace(simulated_run.CONFIG, give_back_seconds=90.0)
     world = contend(config=config)
     assert world.settle().requeue_after == 90
@@ -640,9 +640,7 @@ def test_how_long_pods_wait_for_a_host_is_the_installations_to_say() -> None:
     assert "fewer than 2 nodes found a host within 1m30s" in world.settle().message
 
 
-def test_a_run_that_stays_below_its_minimum_gives_its_pods_back_and_asks_again_later() -> (
-    None
-):
+def test_a_run_that_stays_below_its_minimum_releases_its_pods_and_retries_later() -> None:
     world = contend()
     decision = world.settle()
     assert decision.reason == "Unschedulable"
@@ -683,7 +681,7 @@ def test_a_run_that_stays_below_its_minimum_gives_its_pods_back_and_asks_again_l
     assert "givenBack" not in world.status["memory"]
 
 
-def test_two_runs_that_have_waited_for_each_other_come_again_at_different_moments() -> None:
+def test_two_runs_that_waited_for_each_other_retry_at_different_times() -> None:
     pauses = set()
     for uid in ("one", "other"):
         world = contend(uid)
@@ -695,9 +693,7 @@ def test_two_runs_that_have_waited_for_each_other_come_again_at_different_moment
     assert len(pauses) == 2
 
 
-def test_a_run_whose_quota_admits_too_few_pods_gives_them_back_and_asks_again_later() -> (
-    None
-):
+def test_a_run_whose_quota_admits_too_few_pods_releases_them_and_retries_later() -> None:
     world = simulated_run.Simulation()
     world.set_spec(nodes={"min": 2, "max": 2})
     world.reconcile()
@@ -722,7 +718,7 @@ def test_a_run_whose_quota_admits_too_few_pods_gives_them_back_and_asks_again_la
     assert len(world.live()) == 2
 
 
-def test_a_run_that_has_no_host_at_all_or_enough_of_them_gives_nothing_back() -> None:
+def test_a_run_without_any_host_or_with_enough_hosts_releases_nothing() -> None:
     world = contend()
     world.unschedulable("docs-lm-0-0", "0/2 nodes are available: 2 Insufficient cpu.")
     del world.pods["docs-lm-0-0"]["spec"]["nodeName"]
@@ -736,7 +732,7 @@ def test_a_run_that_has_no_host_at_all_or_enough_of_them_gives_nothing_back() ->
     assert len(world.live()) == 2
 
 
-def test_a_raised_minimum_takes_no_pod_of_the_group_that_trains() -> None:
+def test_a_raised_minimum_removes_no_pod_of_the_training_group() -> None:
     world = simulated_run.Simulation(simulated_run.make_run(nodes={"min": 2, "max": 4}))
     world.reconcile()
     world.start("docs-lm-coordinator-0", "docs-lm-0-0", "docs-lm-1-0")
@@ -815,7 +811,7 @@ def raise_minimum(*, step: int | None = None, phase: str = "Running") -> Any:
 
 
 @pytest.mark.parametrize("step", [20, None])
-def test_an_operator_that_has_just_started_takes_no_pod_of_the_group_that_trains(
+def test_a_restarted_operator_removes_no_pod_of_the_training_group(
     step: int | None,
 ) -> None:
     world = raise_minimum(step=step)
@@ -827,9 +823,7 @@ def test_an_operator_that_has_just_started_takes_no_pod_of_the_group_that_trains
     assert len(world.live()) == 4
 
 
-def test_a_group_whose_coordinator_was_replaced_has_as_long_as_any_other_to_find_hosts() -> (
-    None
-):
+def test_a_group_with_a_replaced_coordinator_has_the_full_time_to_find_hosts() -> None:
     world = raise_minimum()
     world.settle()
     world.end("docs-lm-coordinator-0", 137)
@@ -854,9 +848,7 @@ def test_a_group_whose_coordinator_was_replaced_has_as_long_as_any_other_to_find
     assert world.live() == []
 
 
-def test_a_minimum_that_is_raised_while_a_group_starts_for_long_takes_no_pod_of_it() -> (
-    None
-):
+def test_a_minimum_that_is_raised_while_a_group_starts_removes_no_pod_of_it() -> None:
     world = raise_minimum(phase="Starting")
     world.settle()
     assert len(world.live()) == 4
@@ -871,7 +863,7 @@ def test_a_minimum_that_is_raised_while_a_group_starts_for_long_takes_no_pod_of_
     assert len(world.live()) == 4
 
 
-def test_a_pause_ends_where_its_pods_are_there_and_form_a_group() -> None:
+def test_a_pause_ends_if_its_pods_exist_and_form_a_group() -> None:
     world = contend()
     world.settle()
     world.age(PATIENCE_SECONDS)
@@ -899,7 +891,7 @@ def test_a_pause_ends_where_its_pods_are_there_and_form_a_group() -> None:
     ],
     ids=["mistake", "suspension"],
 )
-def test_a_lower_minimum_ends_a_pause_also_where_the_run_is_held_or_stops_first(
+def test_a_lower_minimum_ends_a_pause_although_the_run_is_held_or_stopped_first(
     edit: dict[str, Any],
 ) -> None:
     world = contend()

@@ -45,7 +45,9 @@ def stay_quiet(simulation: Simulation) -> None:
     assert simulation.watch_lag == 0.0
 
 
-def test_three_quiet_minutes_after_a_killed_pod(simulation: Simulation) -> None:
+def test_a_killed_pod_is_followed_by_three_minutes_without_writes(
+    simulation: Simulation,
+) -> None:
     simulation.end_pod("run-1-0", 137)
     simulation.deliver()
     simulation.settle()
@@ -56,7 +58,7 @@ def test_three_quiet_minutes_after_a_killed_pod(simulation: Simulation) -> None:
     stay_quiet(simulation)
 
 
-def test_three_quiet_minutes_after_a_pod_that_vanished_untold(
+def test_a_pod_that_vanished_without_an_event_is_followed_by_three_minutes_without_writes(
     simulation: Simulation,
 ) -> None:
     simulation.store.remove("pods", "ns", "run-1-0", is_silent=True)
@@ -69,7 +71,7 @@ def test_three_quiet_minutes_after_a_pod_that_vanished_untold(
     stay_quiet(simulation)
 
 
-def test_three_quiet_minutes_after_a_retried_status_write_that_changed_nothing(
+def test_a_retried_status_write_without_changes_is_followed_by_three_minutes_without_writes(
     simulation: Simulation,
 ) -> None:
     original = simulation.cluster.apply
@@ -99,7 +101,9 @@ def test_three_quiet_minutes_after_a_retried_status_write_that_changed_nothing(
     stay_quiet(simulation)
 
 
-def test_three_quiet_minutes_after_a_resync(simulation: Simulation) -> None:
+def test_a_resync_is_followed_by_three_minutes_without_writes(
+    simulation: Simulation,
+) -> None:
     simulation.resync()
     stay_quiet(simulation)
     simulation.start_operator()
@@ -108,7 +112,7 @@ def test_three_quiet_minutes_after_a_resync(simulation: Simulation) -> None:
     stay_quiet(simulation)
 
 
-def test_a_watch_that_shows_nothing_any_more_is_noticed(simulation: Simulation) -> None:
+def test_a_watch_that_shows_nothing_any_more_is_detected(simulation: Simulation) -> None:
     simulation.store.on_change = lambda *_: None
     simulation.resync()
     with simulation.by_others():

@@ -52,7 +52,7 @@ def simulation() -> Simulation:
     return simulation
 
 
-def test_a_new_run_gets_all_its_children_in_one_go_and_one_status(
+def test_a_new_run_gets_all_its_children_and_one_status_in_one_pass(
     simulation: Simulation,
 ) -> None:
     simulation.reconcile()
@@ -77,7 +77,7 @@ def test_two_reconciles_of_an_unchanged_run_write_nothing(simulation: Simulation
     assert simulation.store.writes[before:] == []
 
 
-def test_an_operator_that_starts_again_over_an_unchanged_run_writes_nothing(
+def test_an_operator_that_restarts_with_an_unchanged_run_writes_nothing(
     simulation: Simulation,
 ) -> None:
     begin(simulation)
@@ -89,7 +89,7 @@ def test_an_operator_that_starts_again_over_an_unchanged_run_writes_nothing(
 
 
 @pytest.mark.parametrize("labels", [{}, {"evergrad.dev/run": "run"}])
-def test_an_object_of_somebody_else_is_neither_taken_over_nor_deleted(
+def test_an_object_of_another_owner_is_neither_taken_over_nor_deleted(
     labels: dict[str, str],
 ) -> None:
     simulation = Simulation()
@@ -123,7 +123,7 @@ def test_an_object_of_somebody_else_is_neither_taken_over_nor_deleted(
     ]
 
 
-def test_leftovers_that_are_no_pods_are_reported_together_and_no_pod_is_made() -> None:
+def test_leftovers_that_are_not_pods_are_reported_together_and_no_pod_is_created() -> None:
     simulation = Simulation()
     labels = {"app.kubernetes.io/managed-by": "evergrad", "evergrad.dev/run": "run"}
     with simulation.by_others():
@@ -140,7 +140,9 @@ def test_leftovers_that_are_no_pods_are_reported_together_and_no_pod_is_made() -
     assert simulation.pods() == []
 
 
-def test_what_an_older_run_of_the_name_leaves_is_waited_for(simulation: Simulation) -> None:
+def test_leftovers_of_an_older_run_of_the_same_name_are_waited_for(
+    simulation: Simulation,
+) -> None:
     simulation.reconcile()
     del simulation.store.objects[
         "trainingruns", *KEY
@@ -164,7 +166,7 @@ def test_what_an_older_run_of_the_name_leaves_is_waited_for(simulation: Simulati
 
 
 @pytest.mark.parametrize("exit_code", [70, 137, 143])
-def test_nodes_that_end_are_replaced_only_after_the_coordinator_was_asked(
+def test_ended_nodes_are_replaced_only_after_the_coordinator_was_polled(
     simulation: Simulation, exit_code: int
 ) -> None:
     begin(simulation)
@@ -193,7 +195,7 @@ def test_nodes_that_end_are_replaced_only_after_the_coordinator_was_asked(
     assert "run-1-1" not in simulation.pods()
 
 
-def test_a_step_that_the_coordinator_knew_before_a_pod_was_killed_is_no_progress(
+def test_a_step_that_the_coordinator_knew_before_a_pod_was_killed_is_not_progress(
     simulation: Simulation,
 ) -> None:
     begin(simulation)
@@ -214,7 +216,7 @@ def test_a_step_that_the_coordinator_knew_before_a_pod_was_killed_is_no_progress
     assert simulation.status["failures"]["withoutProgress"] == 0
 
 
-def test_without_an_answer_after_a_kill_the_next_step_that_is_seen_is_no_progress(
+def test_without_a_coordinator_status_after_a_kill_the_next_observed_step_is_not_progress(
     simulation: Simulation,
 ) -> None:
     begin(simulation)
@@ -255,7 +257,7 @@ def slow_down(
     monkeypatch.setattr(simulation.cluster, "create", create_slowly)
 
 
-def test_pods_that_wait_for_their_turn_are_not_refused_by_the_api_server(
+def test_pods_that_wait_for_a_request_slot_are_not_reported_as_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     simulation = Simulation()
@@ -275,7 +277,7 @@ def test_pods_that_wait_for_their_turn_are_not_refused_by_the_api_server(
     assert num_passes > 1, "the first pass had no time for all"
 
 
-def test_a_large_run_does_not_take_the_turn_of_a_small_one(
+def test_a_large_run_does_not_delay_the_requests_of_a_small_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     simulation = Simulation()
@@ -294,7 +296,7 @@ def test_a_large_run_does_not_take_the_turn_of_a_small_one(
     assert "small-0-0" in simulation.pods()
 
 
-def test_an_api_server_that_is_slow_in_everything_leaves_time_to_say_so(
+def test_a_slow_api_server_leaves_time_to_write_the_status(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     simulation = Simulation()
@@ -326,7 +328,7 @@ def test_an_api_server_that_is_slow_in_everything_leaves_time_to_say_so(
     assert (status["phase"], status["reason"]) == ("Waiting", "ApiUnavailable")
 
 
-def test_a_suspension_asks_the_coordinator_once_no_node_is_left_and_waits_for_no_poll(
+def test_a_suspension_polls_the_coordinator_immediately_when_no_node_is_left(
     simulation: Simulation,
 ) -> None:
     begin(simulation)
@@ -348,7 +350,7 @@ def test_a_suspension_asks_the_coordinator_once_no_node_is_left_and_waits_for_no
 @pytest.mark.parametrize(
     ("kind", "name"), [("configmaps", "run-config"), ("services", "run-coordinator")]
 )
-def test_what_new_pods_need_is_there_again_before_they_are(
+def test_objects_that_new_pods_need_are_restored_before_the_pods_are_created(
     simulation: Simulation, kind: str, name: str
 ) -> None:
     begin(simulation)
@@ -366,7 +368,7 @@ def test_what_new_pods_need_is_there_again_before_they_are(
     assert made == [(kind, name), ("pods", "run-0-1")]
 
 
-def test_an_operator_that_starts_again_over_a_complete_run_writes_nothing(
+def test_an_operator_that_restarts_with_a_complete_run_writes_nothing(
     simulation: Simulation,
 ) -> None:
     begin(simulation)
@@ -378,7 +380,7 @@ def test_an_operator_that_starts_again_over_a_complete_run_writes_nothing(
 
 
 @pytest.mark.parametrize("ahead", [0.0, 60.0, 240.0])
-def test_pods_have_their_grace_also_where_the_operators_clock_is_ahead(
+def test_pods_have_their_grace_period_although_the_clock_of_the_operator_is_ahead(
     simulation: Simulation, ahead: float
 ) -> None:
     begin(simulation)
@@ -507,7 +509,7 @@ def story_is_failed_by_its_coordinator(simulation: Simulation) -> None:
     ("exit_code", "phase", "reason"),
     [(75, "Stopped", "AfterStep"), (70, "Failed", "TooManyFailures")],
 )
-def test_a_run_whose_end_is_written_down_is_looked_at_again_a_second_later(
+def test_a_run_whose_end_was_written_is_reconciled_again_a_second_later(
     exit_code: int, phase: str, reason: str
 ) -> None:
     simulation = Simulation()
@@ -599,7 +601,7 @@ def with_crash(story: Story, number: int, *, is_before: bool) -> Simulation:
 
 @pytest.mark.parametrize("story", STORIES)
 @pytest.mark.parametrize("is_before", [True, False])
-def test_an_operator_killed_before_or_after_any_of_its_writes_leads_to_the_same_end(
+def test_an_operator_killed_before_or_after_any_of_its_writes_reaches_the_same_end(
     story: Story, is_before: bool
 ) -> None:
     plain = Simulation()
@@ -614,7 +616,7 @@ def test_an_operator_killed_before_or_after_any_of_its_writes_leads_to_the_same_
 
 @pytest.mark.parametrize("story", STORIES)
 @pytest.mark.parametrize("status", [500, 409])
-def test_a_write_that_fails_once_anywhere_leads_to_the_same_end(
+def test_a_write_that_fails_once_at_any_point_reaches_the_same_end(
     story: Story, status: int
 ) -> None:
     plain = Simulation()
@@ -662,7 +664,7 @@ def test_pods_are_listed_before_any_is_created_so_that_a_stale_cache_does_no_har
     assert [write for write in writes(simulation, before) if write[1] == "pods"] == []
 
 
-def test_trap_2_pods_whose_end_no_watch_told_of_are_replaced_after_a_list(
+def test_pods_whose_end_the_watch_missed_are_replaced_after_a_list(
     simulation: Simulation,
 ) -> None:
     begin(simulation)
@@ -680,7 +682,7 @@ def test_trap_2_pods_whose_end_no_watch_told_of_are_replaced_after_a_list(
     assert simulation.pods() == ["run-0-1", "run-1-0"]
 
 
-def test_a_pod_that_somebody_created_meanwhile_is_taken_as_it_is(
+def test_a_pod_that_was_created_in_the_meantime_is_used_unchanged(
     simulation: Simulation,
 ) -> None:
     def take_the_name(write: Write) -> None:
@@ -716,7 +718,7 @@ def test_pods_of_a_run_without_a_status_that_the_cache_never_saw_are_found(
     assert simulation.pods() == ["run-0-0", "run-1-0"], created
 
 
-def test_a_child_that_somebody_changed_is_applied_again_once_and_what_is_not_ours_stays(
+def test_a_child_that_was_changed_is_applied_once_and_foreign_fields_stay(
     simulation: Simulation,
 ) -> None:
     begin(simulation)
@@ -740,7 +742,7 @@ def test_a_child_that_somebody_changed_is_applied_again_once_and_what_is_not_our
     assert raw["metadata"]["annotations"]["x"] == "y"
 
 
-def test_a_child_that_somebody_deleted_comes_back(simulation: Simulation) -> None:
+def test_a_child_that_was_deleted_is_created_again(simulation: Simulation) -> None:
     begin(simulation)
     simulation.store.remove("services", "ns", "run-coordinator")
     simulation.cache.replace(
@@ -765,7 +767,7 @@ def test_progress_alone_is_written_every_ten_seconds_at_most(
     assert 3 <= len(writes(simulation, before)) <= 5
 
 
-def test_a_quota_that_refuses_pods_is_told_and_asked_again_seldom_and_then_the_run_goes_on(
+def test_a_quota_that_refuses_pods_is_reported_and_retried_slowly_until_the_run_continues(
     simulation: Simulation,
 ) -> None:
     def refuse(write: Write) -> None:
@@ -796,7 +798,7 @@ def test_a_quota_that_refuses_pods_is_told_and_asked_again_seldom_and_then_the_r
     assert simulation.status["reason"] != "QuotaExceeded"
 
 
-def test_a_run_that_takes_the_name_of_a_deleted_one_inherits_neither_refusals_nor_progress(
+def test_a_run_with_the_name_of_a_deleted_run_inherits_no_refusals_or_progress(
     simulation: Simulation,
 ) -> None:
     def refuse(write: Write) -> None:
@@ -821,7 +823,7 @@ def test_a_run_that_takes_the_name_of_a_deleted_one_inherits_neither_refusals_no
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
-def test_a_refused_run_does_not_come_again_at_once(simulation: Simulation) -> None:
+def test_a_refused_run_is_not_reconciled_again_at_once(simulation: Simulation) -> None:
     def refuse(write: Write) -> None:
         if write.plural == "pods":
             raise RefusedError(403, "Forbidden", "exceeded quota")
@@ -832,7 +834,7 @@ def test_a_refused_run_does_not_come_again_at_once(simulation: Simulation) -> No
     assert delay is not None and delay > 0.3
 
 
-def test_a_run_whose_shape_is_wrong_is_told_once_in_its_status_and_by_one_event(
+def test_a_malformed_spec_is_reported_once_in_the_status_and_by_one_event(
     simulation: Simulation,
 ) -> None:
     with simulation.by_others():
@@ -851,7 +853,7 @@ def test_a_run_whose_shape_is_wrong_is_told_once_in_its_status_and_by_one_event(
     assert event["reason"] == "InvalidSpec" and "spec.nodes.min" in event["message"]
 
 
-def test_numbers_in_quotes_of_an_earlier_version_are_named_in_one_event_and_the_run_goes_on(
+def test_quoted_numbers_of_an_earlier_version_are_reported_in_one_event_and_the_run_continues(
     simulation: Simulation,
 ) -> None:
     with simulation.by_others():
@@ -871,7 +873,7 @@ def test_numbers_in_quotes_of_an_earlier_version_are_named_in_one_event_and_the_
 
 
 @pytest.mark.parametrize("end", ["complete", "deleted"])
-def test_numbers_in_quotes_of_a_run_that_is_over_are_not_named(
+def test_quoted_numbers_of_an_ended_run_are_not_reported(
     simulation: Simulation, end: str
 ) -> None:
     begin(simulation)
@@ -892,7 +894,7 @@ def test_numbers_in_quotes_of_a_run_that_is_over_are_not_named(
     assert "OutdatedSpec" not in {one["reason"] for one in simulation.store.list("events")}
 
 
-def test_a_run_of_the_same_name_never_gets_the_status_of_the_one_before(
+def test_a_run_of_the_same_name_never_gets_the_status_of_its_predecessor(
     simulation: Simulation,
 ) -> None:
     original = simulation.cluster.apply
@@ -910,7 +912,7 @@ def test_a_run_of_the_same_name_never_gets_the_status_of_the_one_before(
     assert simulation.status == {"observedGeneration": -1}, "as a new run has it"
 
 
-def test_a_run_that_is_gone_is_forgotten(simulation: Simulation) -> None:
+def test_a_deleted_run_is_forgotten(simulation: Simulation) -> None:
     begin(simulation)
     simulation.store.remove("trainingruns", *KEY)
     assert simulation.reconcile() is None
@@ -918,14 +920,14 @@ def test_a_run_that_is_gone_is_forgotten(simulation: Simulation) -> None:
     assert simulation.cache.store.known() <= {KEY}
 
 
-def test_live_bounds_are_told_to_the_coordinator(simulation: Simulation) -> None:
+def test_changed_bounds_are_posted_to_the_coordinator(simulation: Simulation) -> None:
     begin(simulation)
     simulation.store.change("trainingruns", *KEY, {"spec": {"nodes": {"min": 2, "max": 3}}})
     simulation.settle()
     assert simulation.coordinators.bounds[-1] == NodeBounds(2, 3, 3)
 
 
-def test_a_reconcile_that_hangs_ends_with_its_time(
+def test_a_reconcile_that_hangs_ends_at_its_timeout(
     simulation: Simulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def hang(*_: Any, **__: Any) -> Any:
@@ -939,7 +941,7 @@ def test_a_reconcile_that_hangs_ends_with_its_time(
         simulation.reconcile()
 
 
-def test_a_replaced_node_that_ends_with_64_costs_the_group_that_trains_nothing(
+def test_a_replaced_node_that_exits_with_64_does_not_disturb_the_training_group(
     simulation: Simulation,
 ) -> None:
     begin(simulation)
@@ -972,7 +974,7 @@ def share(simulation: Simulation, **annotations: str) -> None:
         simulation.store.create("persistentvolumeclaims", claim)
 
 
-def test_no_pod_is_made_before_the_volume_has_the_runs_record() -> None:
+def test_no_pod_is_created_before_the_volume_has_the_record_of_the_run() -> None:
     simulation = Simulation()
     share(simulation)
 
@@ -999,7 +1001,7 @@ def test_no_pod_is_made_before_the_volume_has_the_runs_record() -> None:
     assert simulation.status["phase"] == "Running"
 
 
-def test_the_oldest_records_of_runs_that_are_gone_make_room_on_a_shared_volume() -> None:
+def test_the_oldest_records_of_deleted_runs_are_dropped_from_a_full_shared_volume() -> None:
     simulation = Simulation()
     gone = [
         VolumeRecord(f"gone-{number}", f"gone-{number}", "r", 0, "u", float(number))
@@ -1028,7 +1030,7 @@ def test_the_oldest_records_of_runs_that_are_gone_make_room_on_a_shared_volume()
     assert writes(simulation, before) == []
 
 
-def test_a_claim_that_somebody_has_made_under_the_runs_name_is_used_as_it_is() -> None:
+def test_a_claim_that_a_user_created_under_the_name_of_the_run_is_used_unchanged() -> None:
     simulation = Simulation()
     metadata = {"name": "run", "namespace": "ns", "labels": {"team": "x"}}
     spec = {"accessModes": ["ReadWriteMany"], "volumeName": "v"}
@@ -1071,7 +1073,7 @@ def inject(simulation: Simulation, name: str, ours: dict[str, Any]) -> None:
     simulation.store.change("pods", "ns", name, {"status": status})
 
 
-def test_a_pod_whose_trainer_has_ended_is_replaced_and_deleted_whatever_its_sidecar_does(
+def test_a_pod_whose_trainer_has_ended_is_replaced_and_deleted_although_its_sidecar_runs(
     simulation: Simulation,
 ) -> None:
     begin(simulation)
@@ -1097,7 +1099,7 @@ def test_a_pod_whose_trainer_has_ended_is_replaced_and_deleted_whatever_its_side
     )
 
 
-def test_a_complete_run_leaves_no_pod_of_which_only_a_sidecar_runs(
+def test_a_complete_run_leaves_no_pod_in_which_only_a_sidecar_runs(
     simulation: Simulation,
 ) -> None:
     begin(simulation)
@@ -1111,7 +1113,7 @@ def test_a_complete_run_leaves_no_pod_of_which_only_a_sidecar_runs(
     assert (simulation.status["phase"], simulation.pods()) == ("Complete", [])
 
 
-def test_a_sidecar_that_is_listed_first_says_nothing_of_the_trainer_or_the_coordinator(
+def test_a_sidecar_that_is_listed_first_does_not_hide_the_trainer_or_the_coordinator(
     simulation: Simulation,
 ) -> None:
     begin(simulation)
@@ -1132,7 +1134,7 @@ def test_a_sidecar_that_is_listed_first_says_nothing_of_the_trainer_or_the_coord
 
 
 @pytest.mark.parametrize("role", ["node", "coordinator"])
-def test_a_pod_without_an_owner_belongs_to_no_run_whatever_its_labels_say(
+def test_a_pod_without_an_owner_belongs_to_no_run_although_it_has_its_labels(
     simulation: Simulation, role: str
 ) -> None:
     begin(simulation)
@@ -1161,7 +1163,7 @@ def test_a_pod_without_an_owner_belongs_to_no_run_whatever_its_labels_say(
     )
 
 
-def test_an_edit_of_settings_is_compared_with_the_config_map_before_that_is_applied_anew(
+def test_edited_settings_are_compared_with_the_config_map_before_it_is_applied_again(
     simulation: Simulation,
 ) -> None:
     begin(simulation)
@@ -1182,7 +1184,7 @@ def test_an_edit_of_settings_is_compared_with_the_config_map_before_that_is_appl
 
 
 @pytest.mark.parametrize("is_edited_again", [False, True])
-def test_an_edit_is_told_though_the_first_status_after_it_could_not_be_written(
+def test_an_edit_is_reported_although_the_first_status_after_it_could_not_be_written(
     simulation: Simulation, is_edited_again: bool
 ) -> None:
     begin(simulation)
@@ -1221,7 +1223,7 @@ def test_an_edit_is_told_though_the_first_status_after_it_could_not_be_written(
 @pytest.mark.parametrize("is_suspended", [False, True])
 @pytest.mark.parametrize("is_before", [True, False])
 @pytest.mark.parametrize("number", range(5))
-def test_an_edit_is_one_event_wherever_the_operator_is_killed(
+def test_an_edit_is_one_event_at_whichever_point_the_operator_is_killed(
     simulation: Simulation, number: int, is_before: bool, is_suspended: bool
 ) -> None:
     begin(simulation)
@@ -1262,7 +1264,7 @@ def test_an_edit_is_one_event_wherever_the_operator_is_killed(
     assert told == [("spec.training.skipSteps: [] → [12]", 1)]
 
 
-def test_without_the_pods_manifest_an_edit_is_not_acted_upon(
+def test_without_the_manifest_of_the_pods_an_edit_is_not_applied(
     simulation: Simulation,
 ) -> None:
     begin(simulation)

@@ -36,7 +36,9 @@ def test_the_same_event_is_one_object_with_a_count() -> None:
     )
 
 
-def test_a_crash_loop_of_fifty_with_ever_new_messages_stays_below_fifteen_objects() -> None:
+def test_a_crash_loop_with_fifty_different_messages_creates_fewer_than_fifteen_events() -> (
+    None
+):
     reasons = ("WorkerCrash", "BackingOff", "Starting", "Training")
     events = record(
         Store(),
@@ -51,7 +53,7 @@ def test_a_crash_loop_of_fifty_with_ever_new_messages_stays_below_fifteen_object
     assert any(event["message"].endswith("run-0-49") for event in events)
 
 
-def test_a_reason_keeps_its_bound_of_objects_among_thousands_of_other_events(
+def test_a_reason_keeps_its_bound_of_events_among_thousands_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("evergrad_operator.edge.api.event_recorder.MAX_REMEMBERED", 8)
@@ -72,7 +74,7 @@ def test_a_reason_keeps_its_bound_of_objects_among_thousands_of_other_events(
         assert any(one["message"] == "pod 19 ended" for one in mine), others
 
 
-def test_an_event_that_cannot_be_posted_is_passed_over() -> None:
+def test_an_event_that_cannot_be_posted_is_skipped() -> None:
     store = Store()
 
     def refuse(write: Any) -> None:
@@ -82,7 +84,7 @@ def test_an_event_that_cannot_be_posted_is_passed_over() -> None:
     assert record(store, ("Normal", "Complete", "done")) == []
 
 
-def test_an_event_that_expired_is_posted_anew() -> None:
+def test_an_expired_event_is_posted_again() -> None:
     store = Store()
 
     async def main() -> None:
@@ -96,7 +98,7 @@ def test_an_event_that_expired_is_posted_anew() -> None:
     assert [event["count"] for event in store.list("events")] == [1]
 
 
-def test_an_event_whose_creation_was_not_answered_is_counted_on() -> None:
+def test_an_event_whose_creation_got_no_response_is_counted_further() -> None:
     store = Store()
     cluster = FakeCluster(store)
 
@@ -118,7 +120,7 @@ def test_an_event_whose_creation_was_not_answered_is_counted_on() -> None:
     assert [event["count"] for event in store.list("events")] == [3]
 
 
-def test_an_event_whose_count_was_not_answered_keeps_it() -> None:
+def test_an_event_whose_count_update_got_no_response_keeps_its_count() -> None:
     store = Store()
 
     def refuse(write: Any) -> None:

@@ -112,7 +112,7 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("status", "reason", "text", "told", "words"), ANSWERS)
-def test_a_new_run_whose_pods_cannot_be_made_says_why_after_one_pass(
+def test_a_new_run_whose_pods_cannot_be_created_reports_why_after_one_pass(
     simulation: Simulation, status: int, reason: str, text: str, told: str, words: str
 ) -> None:
     refuse(simulation, status, reason, text)
@@ -133,7 +133,7 @@ def test_a_new_run_whose_pods_cannot_be_made_says_why_after_one_pass(
 
 
 @pytest.mark.parametrize(("status", "reason", "text", "told", "words"), ANSWERS)
-def test_a_lost_pod_that_cannot_be_replaced_is_counted_and_told_after_one_pass(
+def test_a_lost_pod_that_cannot_be_replaced_is_counted_and_reported_after_one_pass(
     simulation: Simulation, status: int, reason: str, text: str, told: str, words: str
 ) -> None:
     del told
@@ -152,7 +152,7 @@ def test_a_lost_pod_that_cannot_be_replaced_is_counted_and_told_after_one_pass(
 @pytest.mark.parametrize(
     ("plural", "kind"), [("configmaps", "ConfigMap"), ("services", "Service")]
 )
-def test_a_child_that_cannot_be_made_is_told_and_the_rest_is_made(
+def test_a_child_that_cannot_be_created_is_reported_and_the_others_are_created(
     simulation: Simulation, plural: str, kind: str
 ) -> None:
     refuse(simulation, 500, "InternalError", WEBHOOK, plural=plural)
@@ -167,7 +167,9 @@ def test_a_child_that_cannot_be_made_is_told_and_the_rest_is_made(
     assert plural in {child[0] for child in simulation.children()}
 
 
-def test_no_pod_is_made_before_the_volume_has_its_record(simulation: Simulation) -> None:
+def test_no_pod_is_created_while_the_record_on_the_volume_is_refused(
+    simulation: Simulation,
+) -> None:
     refuse(simulation, 500, "InternalError", WEBHOOK, plural="persistentvolumeclaims")
     simulation.reconcile()
     assert simulation.status["reason"] == "WebhookFailed"
@@ -177,7 +179,7 @@ def test_no_pod_is_made_before_the_volume_has_its_record(simulation: Simulation)
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
-def test_a_pod_of_somebody_else_with_a_name_of_the_run_is_told_and_the_other_pods_are_made() -> (
+def test_a_foreign_pod_with_a_name_of_the_run_is_reported_and_the_other_pods_are_created() -> (
     None
 ):
     simulation = Simulation()
@@ -203,7 +205,7 @@ def test_a_pod_of_somebody_else_with_a_name_of_the_run_is_told_and_the_other_pod
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
-def test_a_coordinator_that_takes_no_bounds_keeps_no_lost_pod_from_being_replaced(
+def test_a_coordinator_that_accepts_no_bounds_does_not_block_the_replacement_of_a_lost_pod(
     simulation: Simulation,
 ) -> None:
     begin(simulation)
@@ -231,7 +233,9 @@ def test_a_coordinator_that_takes_no_bounds_keeps_no_lost_pod_from_being_replace
     assert simulation.coordinators.bounds[-1].max == 3
 
 
-def test_a_pod_that_cannot_be_ended_is_told_and_ended_later(simulation: Simulation) -> None:
+def test_a_pod_that_cannot_be_deleted_is_reported_and_deleted_later(
+    simulation: Simulation,
+) -> None:
     begin(simulation)
     refuse(simulation, 500, "InternalError", WEBHOOK, verb="delete", name="run-1")
     simulation.store.change("trainingruns", *KEY, {"spec": {"suspend": True}})
@@ -252,7 +256,7 @@ def test_a_pod_that_cannot_be_ended_is_told_and_ended_later(simulation: Simulati
     assert "webhook" not in simulation.status["message"]
 
 
-def test_pods_that_cannot_be_listed_are_neither_made_nor_ended_and_that_is_told(
+def test_pods_that_cannot_be_listed_are_reported_and_neither_created_nor_deleted(
     simulation: Simulation,
 ) -> None:
     begin(simulation)
@@ -276,7 +280,7 @@ def test_pods_that_cannot_be_listed_are_neither_made_nor_ended_and_that_is_told(
     assert "etcd" not in simulation.status["message"]
 
 
-def test_a_claim_that_cannot_be_looked_at_is_not_called_missing() -> None:
+def test_a_claim_that_cannot_be_read_is_not_reported_as_missing() -> None:
     simulation = Simulation()
     with simulation.by_others():
         claim = {
@@ -304,7 +308,7 @@ def test_a_claim_that_cannot_be_looked_at_is_not_called_missing() -> None:
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
-def test_a_webhook_that_never_answers_leaves_time_for_the_status(
+def test_a_webhook_that_never_responds_leaves_time_to_write_the_status(
     simulation: Simulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create = simulation.cluster.create
@@ -326,7 +330,7 @@ def test_a_webhook_that_never_answers_leaves_time_for_the_status(
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
-def test_a_refused_pod_that_is_wanted_no_more_is_not_asked_about_again(
+def test_a_refused_pod_that_is_no_longer_needed_is_not_requested_again(
     simulation: Simulation,
 ) -> None:
     refuse(simulation, 403, "Forbidden", QUOTA, name="run-1")
@@ -339,7 +343,7 @@ def test_a_refused_pod_that_is_wanted_no_more_is_not_asked_about_again(
     assert delay is None or delay >= 1.0
 
 
-def test_a_run_at_its_quota_reads_nothing_in_passes_that_only_carry_progress(
+def test_a_run_at_its_quota_reads_nothing_in_passes_for_progress_alone(
     simulation: Simulation,
 ) -> None:
     tried = refuse(simulation, 403, "Forbidden", QUOTA, name="run-1")
@@ -361,9 +365,7 @@ def test_a_run_at_its_quota_reads_nothing_in_passes_that_only_carry_progress(
     assert ("list", "pods") in simulation.cluster.reads
 
 
-def test_pods_beyond_a_quota_cause_no_pass_before_the_first_of_them_is_tried_again() -> (
-    None
-):
+def test_pods_beyond_a_quota_cause_no_pass_before_the_first_retry() -> None:
     simulation = Simulation()
     simulation.create_run(nodes={"min": 1, "max": 5})
     made: list[str] = []
@@ -383,7 +385,7 @@ def test_pods_beyond_a_quota_cause_no_pass_before_the_first_of_them_is_tried_aga
     assert {reason for _, _, reason in simulation.refused()} == {"Forbidden"}
 
 
-def test_pods_that_were_refused_cause_no_pass_while_the_volumes_record_is_refused() -> None:
+def test_refused_pods_cause_no_pass_while_the_record_on_the_volume_is_refused() -> None:
     simulation = Simulation()
     simulation.create_run()
     refuse(simulation, 403, "Forbidden", QUOTA)
@@ -408,7 +410,7 @@ def test_pods_that_were_refused_cause_no_pass_while_the_volumes_record_is_refuse
         simulation.now += delay
 
 
-def test_pods_that_could_not_be_listed_for_a_silent_coordinator_are_listed_later_and_it_is_told_no_more(
+def test_a_failed_pod_list_for_a_silent_coordinator_is_retried_and_then_no_longer_reported(
     simulation: Simulation,
 ) -> None:
     begin(simulation)
@@ -442,7 +444,7 @@ def make_claim(simulation: Simulation, name: str) -> None:
         simulation.store.create("persistentvolumeclaims", claim)
 
 
-def test_a_refused_read_of_a_claim_that_is_no_longer_named_is_forgotten() -> None:
+def test_a_refused_read_of_a_claim_that_is_no_longer_referenced_is_forgotten() -> None:
     simulation = Simulation()
     simulation.create_run(storage={"claimName": "old"})
     get = simulation.cluster.get
@@ -468,7 +470,7 @@ def test_a_refused_read_of_a_claim_that_is_no_longer_named_is_forgotten() -> Non
     assert simulation.status["reason"] == "Training"
 
 
-def test_a_claim_that_cannot_be_read_is_not_called_a_record_that_is_refused() -> None:
+def test_a_claim_that_cannot_be_read_is_not_reported_as_a_refused_record() -> None:
     simulation = Simulation()
     make_claim(simulation, "shared")
     simulation.create_run(storage={"claimName": "shared"})
@@ -486,7 +488,7 @@ def test_a_claim_that_cannot_be_read_is_not_called_a_record_that_is_refused() ->
     assert "reading is forbidden" in message and "record" not in message
 
 
-def test_a_run_that_is_over_stays_so_whatever_its_spec_becomes(
+def test_an_ended_run_keeps_its_status_for_any_later_spec(
     simulation: Simulation,
 ) -> None:
     begin(simulation)
@@ -502,7 +504,7 @@ def test_a_run_that_is_over_stays_so_whatever_its_spec_becomes(
 
 
 @pytest.mark.parametrize("status", [404, 409])
-def test_a_status_that_was_overtaken_is_no_error(
+def test_a_conflict_while_writing_the_status_is_not_an_error(
     simulation: Simulation, status: int
 ) -> None:
     refuse(simulation, status, "Conflict", verb="patch", plural="trainingruns")

@@ -80,7 +80,7 @@ def test_a_failed_run_is_deleted_too() -> None:
     assert world.reconcile().deletes_run
 
 
-def test_a_run_that_is_not_over_is_never_deleted() -> None:
+def test_a_run_that_has_not_ended_is_never_deleted() -> None:
     world = Simulation(
         make_run(ttlSecondsAfterFinished=0, ttlDeletes="Run"), config=ALLOWED
     )
@@ -97,7 +97,7 @@ def test_a_run_that_is_not_over_is_never_deleted() -> None:
     assert not world.is_deleted
 
 
-def test_a_failed_run_that_begins_again_is_not_deleted() -> None:
+def test_a_failed_run_that_starts_again_is_not_deleted() -> None:
     run = make_run(activeDeadlineSeconds=60, ttlSecondsAfterFinished=600, ttlDeletes="Run")
     world = Simulation(run, config=ALLOWED).run()
     world.age(61)
@@ -111,7 +111,7 @@ def test_a_failed_run_that_begins_again_is_not_deleted() -> None:
 
 
 @pytest.mark.parametrize("deletes", ["Children", "Run"])
-def test_the_end_is_on_status_and_volume_before_anything_is_deleted_for_its_age(
+def test_the_end_is_in_status_and_volume_before_the_time_to_live_deletes_anything(
     deletes: str,
 ) -> None:
     """Found here: a run without any time to live left no record, and trained again when it was made anew."""
@@ -130,7 +130,7 @@ def test_the_end_is_on_status_and_volume_before_anything_is_deleted_for_its_age(
     assert '"complete":' in claim["metadata"]["annotations"]["run.evergrad.dev/docs-lm"]
 
 
-def test_a_run_goes_only_once_its_claim_follows_what_the_file_says_of_it() -> None:
+def test_a_run_is_deleted_only_after_its_claim_has_the_requested_owner() -> None:
     world = completed(storage={"size": "1Gi", "whenDeleted": "Delete"})
     world.users = frozenset({"docs-lm"})
     world.children["PersistentVolumeClaim", "docs-lm"]["metadata"]["creationTimestamp"] = (
@@ -153,7 +153,7 @@ def test_a_run_goes_only_once_its_claim_follows_what_the_file_says_of_it() -> No
 # ---- where it is not allowed -------------------------------------------------------------------------------
 
 
-def test_where_it_is_not_allowed_the_webhook_refuses_it_and_says_who_can_change_that() -> (
+def test_if_run_deletion_is_disabled_the_webhook_refuses_it_and_names_the_chart_value() -> (
     None
 ):
     asking, silent = make_run(ttlDeletes="Run"), make_run(ttlDeletes="Children")
@@ -168,7 +168,7 @@ def test_where_it_is_not_allowed_the_webhook_refuses_it_and_says_who_can_change_
 
 
 @pytest.mark.parametrize("is_of_profile", [False, True])
-def test_where_it_is_not_allowed_no_pod_is_made(is_of_profile: bool) -> None:
+def test_if_run_deletion_is_disabled_no_pod_is_created(is_of_profile: bool) -> None:
     world = Simulation(make_run(**({} if is_of_profile else {"ttlDeletes": "Run"})))
     if is_of_profile:
         world.profile = RunProfile({"ttlDeletes": "Run"})
@@ -178,7 +178,9 @@ def test_where_it_is_not_allowed_no_pod_is_made(is_of_profile: bool) -> None:
     assert world.created == []
 
 
-def test_a_run_that_may_no_longer_be_deleted_says_so_and_loses_its_children_only() -> None:
+def test_a_run_that_may_no_longer_be_deleted_reports_it_and_only_its_children_are_deleted() -> (
+    None
+):
     world = completed()
     world.settle()
     world.config = CONFIG
@@ -231,7 +233,7 @@ def test_the_run_is_deleted_once_and_its_volume_stays() -> None:
     assert simulation.store.writes == deletions(simulation), "nothing else was written"
 
 
-def test_no_second_request_comes_before_the_watch_shows_the_first() -> None:
+def test_no_second_delete_request_is_sent_before_the_watch_shows_the_first() -> None:
     simulation = over()
     simulation.now += 3600
     simulation.store.on_change = lambda *_: None
@@ -253,7 +255,7 @@ def test_a_run_that_a_finalizer_holds_is_not_deleted_again() -> None:
     assert len(deletions(simulation)) == 1
 
 
-def test_a_run_that_was_edited_meanwhile_is_not_deleted() -> None:
+def test_a_run_that_was_edited_in_the_meantime_is_not_deleted() -> None:
     simulation = over()
     simulation.now += 3600
     edit = {"spec": {"ttlDeletes": "Children"}}
@@ -271,7 +273,7 @@ def test_a_run_that_was_edited_meanwhile_is_not_deleted() -> None:
     assert simulation.status["phase"] == "Complete"
 
 
-def test_a_namesake_made_meanwhile_is_not_deleted() -> None:
+def test_a_namesake_created_in_the_meantime_is_not_deleted() -> None:
     simulation = over()
     simulation.now += 3600
     simulation.store.on_change = lambda *_: None
@@ -292,7 +294,7 @@ def test_a_run_of_another_controller_is_not_deleted() -> None:
     assert simulation.store.writes == []
 
 
-def test_a_deletion_that_is_refused_is_explained_and_tried_again() -> None:
+def test_a_refused_deletion_is_explained_and_retried() -> None:
     simulation = over()
     simulation.now += 3600
 
@@ -310,9 +312,7 @@ def test_a_deletion_that_is_refused_is_explained_and_tried_again() -> None:
     assert len(deletions(simulation)) == 1
 
 
-def test_a_complete_run_that_is_made_anew_is_complete_without_a_pod_and_deleted_again() -> (
-    None
-):
+def test_a_recreated_complete_run_is_complete_without_a_pod_and_deleted_again() -> None:
     simulation = over()
     simulation.now += 3600
     simulation.reconcile()

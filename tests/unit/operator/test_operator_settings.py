@@ -18,7 +18,7 @@ IMAGES = ["--trainer-image", "t:1", "--operator-image", "o:1"]
 SOURCES = sorted(Path(evergrad_operator.__file__).parent.rglob("*.py"))
 
 
-def test_the_command_line_wins_over_the_environment() -> None:
+def test_the_command_line_overrides_the_environment() -> None:
     environ = {
         "EVERGRAD_TRAINER_IMAGE": "a",
         "EVERGRAD_OPERATOR_IMAGE": "b",
@@ -31,7 +31,7 @@ def test_the_command_line_wins_over_the_environment() -> None:
     assert settings.scopes == (None,) and settings.covers("any")
 
 
-def test_namespaces_are_served_alone() -> None:
+def test_only_the_configured_namespaces_are_served() -> None:
     settings = parse_settings(
         [*IMAGES, "--no-lease", "--namespace", "a", "--namespace", "b", "--namespace", "a"],
         {},
@@ -63,7 +63,7 @@ def test_namespaces_are_served_alone() -> None:
         ),
     ],
 )
-def test_settings_that_cannot_be_are_said(
+def test_invalid_settings_are_reported(
     arguments: list[str],
     environ: dict[str, str],
     text: str,
@@ -74,7 +74,9 @@ def test_settings_that_cannot_be_are_said(
     assert text in capsys.readouterr().err
 
 
-def test_a_pods_containers_have_one_identity_and_other_processes_each_their_own() -> None:
+def test_containers_of_a_pod_share_one_identity_and_other_processes_have_their_own() -> (
+    None
+):
     environ = {"POD_NAME": "op", "POD_UID": "u", "POD_NAMESPACE": "system"}
     one, two = (parse_settings([*IMAGES, "--all-namespaces"], environ) for _ in range(2))
     assert one.identity == two.identity == "op_u"
@@ -85,16 +87,16 @@ def test_a_pods_containers_have_one_identity_and_other_processes_each_their_own(
     assert one.identity != two.identity
 
 
-def test_trap_1_no_limit_of_kopfs_workers_caps_the_throughput() -> None:
+def test_no_limit_of_kopf_workers_limits_the_throughput() -> None:
     assert build_settings(()).queueing.worker_limit is None
 
 
-def test_trap_4_nothing_is_scanned_so_that_a_namespaced_operator_starts_at_once() -> None:
+def test_kopf_scans_nothing_so_that_a_namespaced_operator_starts_at_once() -> None:
     assert build_settings(()).scanning.disabled
     assert build_settings(("a",)).scanning.disabled
 
 
-def test_only_our_pods_and_claims_are_streamed_and_lists_come_in_pages() -> None:
+def test_only_pods_and_claims_of_evergrad_are_watched_and_lists_are_paged() -> None:
     watching = build_settings(()).watching
     assert {str(selector): value for selector, value in watching.label_selectors.items()}
     assert set(watching.label_selectors.values()) == {"evergrad.dev/run"}
@@ -102,7 +104,7 @@ def test_only_our_pods_and_claims_are_streamed_and_lists_come_in_pages() -> None
     assert watching.inactivity_timeout == 70
 
 
-def test_kopf_posts_no_events_and_what_it_might_write_has_our_prefix() -> None:
+def test_kopf_posts_no_events_and_its_possible_writes_have_the_evergrad_prefix() -> None:
     settings = build_settings(())
     assert not settings.posting.enabled
     assert settings.persistence.finalizer.startswith("evergrad.dev/")
@@ -113,7 +115,7 @@ def test_kopf_posts_no_events_and_what_it_might_write_has_our_prefix() -> None:
     )
 
 
-def test_trap_3_there_are_event_handlers_only_so_no_finalizer_is_ever_added() -> None:
+def test_only_event_handlers_exist_so_that_kopf_adds_no_finalizer() -> None:
     async def nothing() -> None:
         return None
 
@@ -133,9 +135,7 @@ def test_trap_3_there_are_event_handlers_only_so_no_finalizer_is_ever_added() ->
         assert list(others.get_all_handlers()) == []
 
 
-def test_every_handler_returns_nothing_because_kopf_would_write_it_into_the_status() -> (
-    None
-):
+def test_handlers_return_nothing_because_kopf_would_write_it_into_the_status() -> None:
     tree = ast.parse(inspect.getsource(handlers))
     found = [node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)]
     assert {node.name for node in found} == {"take", "log_in", "start", "stop"}
@@ -149,12 +149,14 @@ def test_every_handler_returns_nothing_because_kopf_would_write_it_into_the_stat
 
 
 @pytest.mark.parametrize("version", ["1.45.2", "1.45.10", "1.46"])
-def test_a_kopf_whose_dead_watches_end_the_process_is_taken(version: str) -> None:
+def test_a_kopf_version_that_ends_the_process_if_a_watch_fails_is_accepted(
+    version: str,
+) -> None:
     check_kopf(version)
 
 
 @pytest.mark.parametrize("version", ["1.45.1", "1.44.9", "2.0.0", "1.45"])
-def test_another_kopf_is_refused_with_what_to_do(version: str) -> None:
+def test_any_other_kopf_version_is_refused_with_a_remedy(version: str) -> None:
     with pytest.raises(SettingsError, match=re.escape("kopf>=1.45.2,<2")):
         check_kopf(version)
 
@@ -177,7 +179,7 @@ def imported(tree: ast.AST) -> set[str]:
     return found
 
 
-def test_nothing_that_waits_is_called_without_await() -> None:
+def test_no_coroutine_is_called_without_await() -> None:
     trees = {path.name: ast.parse(path.read_text()) for path in SOURCES}
     for name, tree in trees.items():
         assert calls(tree) & {"time.sleep", "requests.get", "subprocess.run"} == set(), name
@@ -193,17 +195,17 @@ def test_nothing_that_waits_is_called_without_await() -> None:
         } == set(), name
 
 
-def test_trap_5_kopf_never_copies_labels_to_children() -> None:
+def test_kopf_never_copies_labels_to_children() -> None:
     assert [path.name for path in SOURCES if "kopf.adopt" in path.read_text()] == []
 
 
-def test_trap_8_the_folder_of_the_operator_is_no_package() -> None:
+def test_the_operator_folder_is_not_a_package() -> None:
     folder = Path(evergrad_operator.__file__).parents[1]
     assert folder.name == "operator"
     assert not (folder / "__init__.py").exists()
 
 
-def test_only_one_module_talks_to_the_api_server_and_one_to_coordinators() -> None:
+def test_only_one_module_requests_the_api_server_and_one_the_coordinators() -> None:
     using: dict[str, set[str]] = {}
     for path in SOURCES:
         for name in imported(ast.parse(path.read_text())):
@@ -216,7 +218,7 @@ def test_only_one_module_talks_to_the_api_server_and_one_to_coordinators() -> No
     assert using["cryptography"] == {"certificates.py"}
 
 
-def test_kopf_hands_over_what_it_sees_and_nothing_else() -> None:
+def test_kopf_passes_objects_to_the_cache_and_does_nothing_else() -> None:
     import asyncio
 
     seen: list[Any] = []
@@ -234,7 +236,7 @@ def test_kopf_hands_over_what_it_sees_and_nothing_else() -> None:
     assert seen == [("pods", raw, kind) for kind in (None, "ADDED", "MODIFIED", "DELETED")]
 
 
-def test_every_option_of_the_command_line_explains_itself_in_words_of_its_own() -> None:
+def test_every_command_line_option_has_its_own_help_text() -> None:
     actions = [action for action in build_parser({})._actions if action.option_strings]
     texts = [str(action.help) for action in actions]
     assert all(len(text) >= len("its port") for text in texts)

@@ -22,7 +22,7 @@ def condition(simulation: Simulation) -> dict[str, Any]:
     return found
 
 
-def test_a_coordinator_that_vanished_untold_is_replaced_after_fifteen_seconds_of_silence(
+def test_a_coordinator_that_vanished_without_an_event_is_replaced_after_15_s_of_silence(
     simulation: Simulation,
 ) -> None:
     simulation.store.remove("pods", "ns", "run-coordinator-0", is_silent=True)
@@ -37,7 +37,7 @@ def test_a_coordinator_that_vanished_untold_is_replaced_after_fifteen_seconds_of
     assert simulation.pods() == ["run-0-0", "run-1-1"]
 
 
-def test_the_pods_of_a_silent_coordinator_are_listed_less_and_less_often(
+def test_the_pods_of_a_silent_coordinator_are_listed_with_growing_pauses(
     simulation: Simulation,
 ) -> None:
     simulation.fall_silent()
@@ -52,7 +52,7 @@ def test_the_pods_of_a_silent_coordinator_are_listed_less_and_less_often(
     assert listed == [15, 30, 60, 120, 240, 480]
 
 
-def test_a_coordinator_that_is_silent_for_a_minute_is_a_condition_until_it_answers(
+def test_a_coordinator_that_is_silent_for_a_minute_is_a_condition_until_it_responds(
     simulation: Simulation,
 ) -> None:
     assert (condition(simulation)["status"], condition(simulation)["reason"]) == (
@@ -83,7 +83,7 @@ def test_a_coordinator_that_is_silent_for_a_minute_is_a_condition_until_it_answe
     assert condition(simulation)["status"] == "False"
 
 
-def test_a_run_whose_coordinator_was_never_reached_does_not_say_starting_for_ever() -> None:
+def test_a_run_whose_coordinator_was_never_reached_becomes_stalled() -> None:
     simulation = Simulation()
     simulation.create_run()
     simulation.settle()
@@ -109,7 +109,7 @@ def test_a_run_whose_coordinator_was_never_reached_does_not_say_starting_for_eve
     assert (stalled["status"], stalled["reason"]) == ("True", "CoordinatorUnreachable")
 
 
-def test_a_run_that_is_gone_although_nobody_told_of_it_is_looked_for(
+def test_a_run_that_vanished_without_an_event_causes_a_new_list(
     simulation: Simulation,
 ) -> None:
     missed: list[bool] = []

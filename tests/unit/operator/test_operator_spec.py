@@ -35,7 +35,7 @@ def stored(spec: dict[str, Any] | None = None, **metadata: Any) -> dict[str, Any
     }
 
 
-def test_the_example_is_read_into_the_manifests_own_models() -> None:
+def test_the_example_is_parsed_into_the_manifest_models() -> None:
     run = parse_run(FILE)
     assert (run.name, run.namespace, run.uid, run.generation) == (
         "docs-lm",
@@ -53,7 +53,7 @@ def test_the_example_is_read_into_the_manifests_own_models() -> None:
     )
 
 
-def test_what_the_api_server_adds_is_read_too_and_is_no_problem() -> None:
+def test_fields_that_the_api_server_adds_are_parsed_without_problems() -> None:
     times = {
         "creationTimestamp": "1970-01-01T00:01:00Z",
         "deletionTimestamp": "1970-01-01T00:02:00Z",
@@ -73,14 +73,14 @@ def test_what_the_api_server_adds_is_read_too_and_is_no_problem() -> None:
         ({"claimName": "shared", "path": "runs/first"}, "shared", "runs/first"),
     ],
 )
-def test_a_run_has_a_folder_of_its_own_in_its_volume(
+def test_a_run_has_its_own_folder_in_its_volume(
     storage: dict[str, Any], claim: str, path: str
 ) -> None:
     run = parse_run(stored({"storage": storage}))
     assert (run.claim_name, run.volume_path) == (claim, path)
 
 
-def test_only_replicated_state_outlives_a_change_of_the_group() -> None:
+def test_only_replicated_state_survives_a_change_of_the_group() -> None:
     assert parse_run(FILE).parsed.recovery == "in-process"
     assert (
         parse_run(stored({"training": None, "script": {"command": ["x"]}})).parsed.recovery
@@ -93,7 +93,7 @@ def test_only_replicated_state_outlives_a_change_of_the_group() -> None:
 @pytest.mark.parametrize(
     ("given", "port"), [({}, None), ({"port": 0}, 0), ({"port": "9.1k"}, 9100)]
 )
-def test_the_port_of_the_metrics_is_the_runs_or_nobodys(
+def test_the_metrics_port_is_set_by_the_run_or_unset(
     given: dict[str, Any], port: int | None
 ) -> None:
     assert (
@@ -106,7 +106,7 @@ def test_the_port_of_the_metrics_is_the_runs_or_nobodys(
     )
 
 
-def test_every_problem_that_validate_finds_is_known_before_the_first_pod() -> None:
+def test_every_problem_that_validate_finds_is_found_before_the_first_pod() -> None:
     wrong = stored(
         {
             "nodes": {"min": 4, "max": 2},
@@ -122,7 +122,7 @@ def test_every_problem_that_validate_finds_is_known_before_the_first_pod() -> No
     assert run.parsed.problems == run.find_obstacles(has_begun=False) == tuple(expected)
 
 
-def test_an_envelope_is_read_although_the_recipe_is_unreadable() -> None:
+def test_a_valid_envelope_is_parsed_although_the_recipe_is_invalid() -> None:
     run = parse_run(stored({"suspend": True, "training": {"recipe": "cooking"}}))
     assert (run.spec.suspend, run.parsed.is_typed, run.parsed.is_whole) == (
         True,
@@ -132,7 +132,7 @@ def test_an_envelope_is_read_although_the_recipe_is_unreadable() -> None:
     assert run.find_obstacles(has_begun=True) == run.parsed.problems != ()
 
 
-def test_an_envelope_that_is_unreadable_is_refused_with_all_problems() -> None:
+def test_an_invalid_envelope_is_refused_with_all_problems() -> None:
     with pytest.raises(SpecError) as refused:
         parse_run(stored({"nodes": {"min": "many"}, "suspend": "yes"}))
     assert isinstance(refused.value, OperatorError)
@@ -145,7 +145,7 @@ def test_an_envelope_that_is_unreadable_is_refused_with_all_problems() -> None:
     )
 
 
-def test_a_later_versions_rule_for_the_recipe_is_not_held_against_a_run_that_has_begun() -> (
+def test_a_recipe_rule_of_a_later_version_does_not_apply_to_a_run_that_has_started() -> (
     None
 ):
     wide = {**TRAINING, "schedule": {"type": "cosine", "warmup": "60%", "decay": "60%"}}
@@ -159,14 +159,14 @@ def test_a_later_versions_rule_for_the_recipe_is_not_held_against_a_run_that_has
     ]
 
 
-def test_a_folder_outside_of_the_volume_is_an_obstacle_at_any_time() -> None:
+def test_a_folder_outside_the_volume_is_an_obstacle_at_any_time() -> None:
     run = parse_run(stored({"storage": {"path": "../other"}}))
     assert [problem.path for problem in run.find_obstacles(has_begun=True)] == [
         "spec.storage.path"
     ]
 
 
-def test_a_run_with_the_quoted_numbers_of_an_earlier_version_goes_on() -> None:
+def test_a_run_with_quoted_numbers_of_an_earlier_version_continues() -> None:
     old = stored({"nodes": {"min": "2", "max": "3"}, "workersPerNode": "2"})
     run = parse_run(old)
     assert (run.spec.nodes.min, run.spec.nodes.max, run.spec.workers_per_node) == (2, 3, 2)
@@ -182,7 +182,9 @@ def test_a_run_with_the_quoted_numbers_of_an_earlier_version_goes_on() -> None:
     assert run.parsed == dataclasses.replace(new.parsed, outdated=run.parsed.outdated)
 
 
-def test_a_run_that_no_reading_makes_right_has_the_problems_that_validate_finds() -> None:
+def test_a_run_that_lenient_parsing_cannot_read_has_the_problems_that_validate_finds() -> (
+    None
+):
     quoted = {"nodes": {"min": "2"}, "training": {**TRAINING, "recipe": "5"}}
     _, expected = check_run({**FILE, "spec": {**FILE["spec"], **quoted}})
     parsed = parse_run(stored({"suspend": True, **quoted})).parsed
@@ -238,13 +240,13 @@ def test_a_spec_is_parsed_once_for_each_generation_of_each_run(
     assert parsed[3:] == ["v/4"]
 
 
-def test_what_was_refused_is_read_again() -> None:
+def test_a_refused_spec_is_parsed_again() -> None:
     cache = SpecCache()
     for _ in range(2):
         with pytest.raises(SpecError):
             cache.parse(stored({"nodes": []}))
 
 
-def test_the_operator_has_no_models_of_its_own() -> None:
+def test_the_operator_defines_no_manifest_models() -> None:
     assert module.Spec is envelope.Spec
     assert "evergrad_trainer" not in Path(module.__file__).read_text()

@@ -34,7 +34,7 @@ def statuses(world: Simulation) -> dict[str, str]:
     return {one["type"]: one["status"] for one in world.status["conditions"]}
 
 
-def test_all_conditions_are_there_from_the_first_status_on() -> None:
+def test_the_first_status_has_all_conditions() -> None:
     world = Simulation()
     world.reconcile()
     assert list(statuses(world)) == [kind.value for kind in Condition]
@@ -55,7 +55,7 @@ def test_all_conditions_are_there_from_the_first_status_on() -> None:
         assert condition["observedGeneration"] == 1
 
 
-def test_a_run_that_trains_shows_what_people_want_to_see() -> None:
+def test_the_status_of_a_training_run_shows_phase_progress_and_rates() -> None:
     world = Simulation(make_run(nodes={"min": 2, "max": 4})).run()
     world.end("docs-lm-3-0", 75)
     fields = {
@@ -90,7 +90,7 @@ def test_a_run_that_trains_shows_what_people_want_to_see() -> None:
     assert statuses(world)["CheckpointHealthy"] == "True"
 
 
-def test_a_transition_time_moves_with_the_status_only() -> None:
+def test_a_transition_time_changes_only_with_the_condition_status() -> None:
     world = Simulation().run()
     since = {one["type"]: one["lastTransitionTime"] for one in world.status["conditions"]}
     world.age(50)
@@ -101,7 +101,7 @@ def test_a_transition_time_moves_with_the_status_only() -> None:
     assert changed == {"Ready", "Failed", "PodsReady", "Progressing", "Stalled"}
 
 
-def test_a_resumed_run_is_not_late_before_it_has_had_its_time() -> None:
+def test_a_resumed_run_is_not_reported_late_before_its_allowed_time() -> None:
     world = Simulation().run(10)
     world.set_spec(suspend=True)
     world.settle()
@@ -125,7 +125,7 @@ def test_a_resumed_run_is_not_late_before_it_has_had_its_time() -> None:
         assert world.condition("Progressing")["status"] != "False"
 
 
-def test_a_group_that_is_up_again_after_waiting_for_nodes_is_not_late_before_it_has_had_its_time() -> (
+def test_a_group_that_recovered_its_nodes_is_not_reported_late_before_its_allowed_time() -> (
     None
 ):
     world = Simulation().run(10)
@@ -141,7 +141,7 @@ def test_a_group_that_is_up_again_after_waiting_for_nodes_is_not_late_before_it_
     assert world.condition("Progressing")["reason"] == "NoSteps"
 
 
-def test_a_group_that_makes_no_step_for_long_is_told() -> None:
+def test_a_group_without_steps_for_long_is_reported() -> None:
     world = Simulation().run(10)
     world.age(1000)
     world.reconcile()
@@ -151,7 +151,7 @@ def test_a_group_that_makes_no_step_for_long_is_told() -> None:
     )
 
 
-def test_a_full_volume_is_an_unhealthy_checkpoint() -> None:
+def test_a_full_volume_makes_the_checkpoint_condition_unhealthy() -> None:
     world = Simulation().run(10)
     world.age(100)
     world.end("docs-lm-1-0", 70, message="No space left on device")
@@ -170,7 +170,9 @@ def test_a_full_volume_is_an_unhealthy_checkpoint() -> None:
     }
 
 
-def test_the_first_failed_save_of_a_run_that_trains_is_an_unhealthy_checkpoint() -> None:
+def test_the_first_failed_save_of_a_training_run_makes_the_checkpoint_condition_unhealthy() -> (
+    None
+):
     world = Simulation().run(10)
     world.train(20, checkpointStep=20, saves={"failed": 0})
     world.settle()
@@ -199,7 +201,7 @@ def test_the_first_failed_save_of_a_run_that_trains_is_an_unhealthy_checkpoint()
     assert world.condition("CheckpointHealthy")["status"] == "True"
 
 
-def test_a_save_that_failed_for_another_reason_is_named_too() -> None:
+def test_a_save_that_failed_for_another_reason_is_reported_too() -> None:
     world = Simulation().run(10)
     saves = {
         "failed": 2,
@@ -216,7 +218,7 @@ def test_a_save_that_failed_for_another_reason_is_named_too() -> None:
     )
 
 
-def test_a_restart_after_a_full_volume_is_healthy_again_with_the_next_good_save() -> None:
+def test_after_a_full_volume_the_next_successful_save_is_healthy_again() -> None:
     world = Simulation(make_run(failurePolicy={"maxFailuresWithoutProgress": 1})).run(10)
     world.train(20, checkpointStep=20)
     world.settle()
@@ -248,7 +250,7 @@ def test_a_restart_after_a_full_volume_is_healthy_again_with_the_next_good_save(
     assert world.condition("CheckpointHealthy")["status"] == "True"
 
 
-def test_a_status_of_a_thousand_nodes_in_the_worst_disorder_is_below_16_kib() -> None:
+def test_a_status_of_a_thousand_failing_nodes_is_below_16_kib() -> None:
     rng = random.Random(5)
     world = Simulation(
         make_run("x" * 45, nodes={"min": 1, "max": 1024}, restartNonce="n" * 64)
@@ -293,9 +295,7 @@ def test_a_status_of_a_thousand_nodes_in_the_worst_disorder_is_below_16_kib() ->
     )
 
 
-def test_a_long_message_with_many_bytes_a_character_stays_within_bounds_everywhere() -> (
-    None
-):
+def test_a_long_message_of_multibyte_characters_stays_within_all_bounds() -> None:
     world = Simulation(make_run(nodes={"min": 1, "max": 1024}))
     world.reconcile()
     world.start()
@@ -308,7 +308,7 @@ def test_a_long_message_with_many_bytes_a_character_stays_within_bounds_everywhe
     assert len(world.status["lastFailure"]["message"].encode()) <= 1024
 
 
-def test_what_is_no_text_does_not_stop_the_status() -> None:
+def test_non_text_values_do_not_prevent_the_status() -> None:
     world = Simulation().run()
     world.end("docs-lm-0-0", 64, message="bad \ud800 bytes")
     world.reconcile()
@@ -322,7 +322,7 @@ COUNTERS = st.dictionaries(st.text(max_size=100), NUMBERS, max_size=40)
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_whatever_a_coordinator_says_the_status_is_one_that_the_api_server_takes(
+def test_for_any_coordinator_status_the_api_server_accepts_the_run_status(
     data: st.DataObject,
 ) -> None:
     whole = (
@@ -369,7 +369,7 @@ def test_whatever_a_coordinator_says_the_status_is_one_that_the_api_server_takes
         world.age(20)
 
 
-def test_every_status_fits_the_crds_schema() -> None:
+def test_every_status_matches_the_crd_schema() -> None:
     world = Simulation(make_run(activeDeadlineSeconds=600, restartNonce="a")).run()
     failure = {
         "cause": "worker_crash",
@@ -411,7 +411,7 @@ def test_every_status_fits_the_crds_schema() -> None:
 # ---- writing -----------------------------------------------------------------------------------------------
 
 
-def test_what_is_equal_is_never_written() -> None:
+def test_an_equal_status_is_never_written() -> None:
     world = Simulation().run()
     assert (
         should_write(world.status, world.status, now=START, last_progress_write=None).write
@@ -438,7 +438,7 @@ def test_progress_alone_is_written_every_ten_seconds_and_a_transition_at_once() 
     assert should_write(old, world.status, now=START + 1, last_progress_write=START).write
 
 
-def test_pods_that_start_one_after_the_other_are_counted_once_a_second() -> None:
+def test_pods_that_start_one_after_another_are_counted_once_a_second() -> None:
     world = Simulation()
     world.reconcile()
     world.reconcile()
@@ -458,7 +458,7 @@ def test_pods_that_start_one_after_the_other_are_counted_once_a_second() -> None
     ).write
 
 
-def test_an_operator_that_has_just_started_goes_by_the_time_in_the_status() -> None:
+def test_a_restarted_operator_uses_the_time_in_the_status() -> None:
     world = Simulation().run(10)
     old = world.status
     world.train(11)
@@ -471,7 +471,7 @@ def test_an_operator_that_has_just_started_goes_by_the_time_in_the_status() -> N
     assert should_write(old, world.status, now=START + 10, last_progress_write=None).write
 
 
-def test_the_status_is_written_seldom_while_a_run_trains() -> None:
+def test_the_status_is_written_at_a_bounded_rate_while_a_run_trains() -> None:
     """``kubectl get trun -w``: one line in 10 s at most."""
     world = Simulation().run(10)
     world.reconcile()
@@ -501,7 +501,7 @@ def look() -> Observation:
     return Simulation().look()
 
 
-def test_events_tell_a_runs_story_once() -> None:
+def test_events_report_each_change_of_a_run_once() -> None:
     world = Simulation().run(10)
     world.age(100)
     world.disrupt("docs-lm-0-0", "PreemptionByScheduler")
@@ -523,12 +523,12 @@ def test_events_tell_a_runs_story_once() -> None:
     ]
 
 
-def test_nothing_is_told_of_an_equal_status() -> None:
+def test_an_equal_status_causes_no_event() -> None:
     world = Simulation().run(10)
     assert derive_events(world.status, world.status) == ()
 
 
-def test_many_ends_at_once_are_told_together() -> None:
+def test_many_simultaneous_ends_are_one_event() -> None:
     world = Simulation(make_run(nodes={"min": 1, "max": 12})).run(10)
     world.age(100)
     for name in world.live():
@@ -543,26 +543,26 @@ def test_many_ends_at_once_are_told_together() -> None:
 
 
 @given(st.lists(st.integers(-1, 10_000), max_size=300))
-def test_counts_are_unpacked_as_they_were(counts: list[int]) -> None:
+def test_packed_counts_are_unpacked_unchanged(counts: list[int]) -> None:
     assert unpack_counts(pack_counts(counts)) == tuple(counts)
 
 
 @given(st.sets(st.integers(0, 1023)))
-def test_ranges_are_unpacked_as_they_were(numbers: set[int]) -> None:
+def test_packed_ranges_are_unpacked_unchanged(numbers: set[int]) -> None:
     assert unpack_ranges(pack_ranges(numbers)) == tuple(sorted(numbers))
 
 
 @pytest.mark.parametrize("text", ["x", "1x99999", "1,", "--1", "1x-2", "0x"])
-def test_counts_nobody_packed_are_nothing(text: str) -> None:
+def test_malformed_counts_are_unpacked_as_empty(text: str) -> None:
     assert unpack_counts(text) in ((), (0,))
 
 
 @pytest.mark.parametrize("text", ["x", "3-", "-3", "1-999999", "1,,2"])
-def test_ranges_nobody_packed_are_nothing(text: str) -> None:
+def test_malformed_ranges_are_ignored(text: str) -> None:
     assert unpack_ranges(text) in ((), (3,))
 
 
-def test_a_status_that_somebody_has_broken_counts_as_unknown() -> None:
+def test_a_damaged_status_counts_as_unknown() -> None:
     for status in (
         {"memory": 3, "conditions": 4},
         {"memory": {"attempts": "x"}, "coordinator": [], "progress": "1/2"},
@@ -575,7 +575,7 @@ def test_a_status_that_somebody_has_broken_counts_as_unknown() -> None:
 @example(rate=9.96)
 @example(rate=999_950.0)
 @given(rate=st.floats(0, 1e12))
-def test_a_rate_is_shown_the_same_after_it_was_read_back(rate: float) -> None:
+def test_a_rate_is_formatted_the_same_after_it_was_read_back(rate: float) -> None:
     shown = format_rate(rate)
     assert format_rate(parse_rate(shown) or 0.0) == shown
     assert len(shown) <= 8
@@ -597,7 +597,7 @@ def test_a_duration_has_two_units_at_most(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
-def test_times_are_read_as_kubernetes_writes_them() -> None:
+def test_kubernetes_timestamps_are_parsed() -> None:
     assert parse_time("2030-03-17T17:46:40Z") == START
     assert parse_time("2030-03-17T17:46:40.123456Z") == pytest.approx(START + 0.123456)
     assert parse_time("2030-03-17T18:46:40+01:00") == START
@@ -605,7 +605,7 @@ def test_times_are_read_as_kubernetes_writes_them() -> None:
     assert format_time(START + 0.9) == "2030-03-17T17:46:40Z"
 
 
-def test_progress_of_an_older_coordinator_is_not_believed() -> None:
+def test_progress_of_an_older_coordinator_is_ignored() -> None:
     world = Simulation().run(10)
     world.age(100)
     world.vanish("docs-lm-coordinator-0")
@@ -616,9 +616,7 @@ def test_progress_of_an_older_coordinator_is_not_believed() -> None:
     assert world.reconcile().phase != "Failed"
 
 
-def test_the_fleet_is_counted_whole_and_single_runs_leave_the_metrics_a_day_after_their_end() -> (
-    None
-):
+def test_fleet_totals_include_ended_runs_whose_own_series_end_after_a_day() -> None:
     over = {
         "metadata": {"name": "old"},
         "status": {"phase": "Complete", "completionTime": format_time(START)},

@@ -60,14 +60,14 @@ def build_sync(kube: Any) -> tuple[InformerCache, CacheSync]:
     return cache, sync
 
 
-def test_a_list_of_everything_is_slimmed_page_by_page() -> None:
+def test_a_full_list_is_slimmed_page_by_page() -> None:
     pages = Pages()
     cache, sync = build_sync(pages)
     asyncio.run(sync.resync())
     assert len(cache.pods(("ns", "r"))) == 6 and pages.num_pages == 3
 
 
-def test_the_search_for_what_vanished_holds_one_page_at_a_time(
+def test_the_search_for_missed_deletions_holds_one_page_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("evergrad_operator.edge.cache.sync.PRUNE_SECONDS", 0.01)
@@ -89,7 +89,7 @@ def test_the_search_for_what_vanished_holds_one_page_at_a_time(
     assert [pod["metadata"]["name"] for pod in cache.pods(("ns", "r"))] == ["r-1-0"]
 
 
-def test_pages_of_a_server_make_one_list_of_one_version() -> None:
+def test_pages_of_a_list_are_joined_under_one_version() -> None:
     async def main() -> None:
         server = FakeServer()
         for number in range(7):

@@ -3,7 +3,7 @@
 from run_samples import ARGO, render_test_data
 
 
-def test_argo_cds_test_data_are_what_the_operator_writes() -> None:
+def test_argo_cd_test_data_match_what_the_operator_writes() -> None:
     expected = dict(render_test_data())
     found = {
         path.relative_to(ARGO).as_posix(): path.read_text("utf-8")

@@ -52,7 +52,7 @@ def mounted(pod: dict[str, Any]) -> str:
 # ---- the installation's key --------------------------------------------------------------------------------
 
 
-def test_the_first_operator_makes_the_key_and_all_others_read_it() -> None:
+def test_the_first_operator_creates_the_key_and_all_others_read_it() -> None:
     store = Store()
     first = asyncio.run(load_key(FakeCluster(store), "system", "key"))
     assert len(first) == 32
@@ -95,7 +95,7 @@ def test_operators_that_start_together_agree_on_one_key() -> None:
         {"key": 7},
     ],
 )
-def test_a_secret_without_a_key_is_said_and_never_taken_for_one(data: Any) -> None:
+def test_a_secret_without_a_key_is_reported_and_never_used(data: Any) -> None:
     store = Store()
     store.create(
         "secrets", {"metadata": {"name": "key", "namespace": "system"}, "data": data}
@@ -104,7 +104,7 @@ def test_a_secret_without_a_key_is_said_and_never_taken_for_one(data: Any) -> No
         asyncio.run(load_key(FakeCluster(store), "system", "key"))
 
 
-def test_a_missing_right_to_the_key_is_said() -> None:
+def test_a_missing_permission_for_the_key_is_reported() -> None:
     def refuse(write: Write) -> None:
         raise RefusedError(403, "Forbidden", f"{write.plural} is forbidden")
 
@@ -112,7 +112,7 @@ def test_a_missing_right_to_the_key_is_said() -> None:
         asyncio.run(load_key(FakeCluster(Store(before=refuse)), "system", "key"))
 
 
-def test_each_runs_token_is_an_hmac_of_its_uid() -> None:
+def test_each_run_token_is_an_hmac_of_the_run_uid() -> None:
     assert (
         derive_token(b"k" * 32, "uid-1")
         == hmac.new(b"k" * 32, b"uid-1", hashlib.sha256).hexdigest()
@@ -132,7 +132,7 @@ def test_each_runs_token_is_an_hmac_of_its_uid() -> None:
 # ---- the Secret of a run -----------------------------------------------------------------------------------
 
 
-def test_a_run_has_one_secret_of_its_own_that_all_its_pods_mount(
+def test_a_run_has_one_secret_that_all_its_pods_mount(
     simulation: Simulation,
 ) -> None:
     simulation.settle()
@@ -148,7 +148,7 @@ def test_a_run_has_one_secret_of_its_own_that_all_its_pods_mount(
     assert len(pods) == 3
 
 
-def test_the_secret_is_there_before_the_first_pod_and_goes_with_the_run(
+def test_the_secret_is_created_before_the_first_pod_and_deleted_with_the_run(
     simulation: Simulation,
 ) -> None:
     simulation.settle()
@@ -158,7 +158,7 @@ def test_the_secret_is_there_before_the_first_pod_and_goes_with_the_run(
     assert secrets_of(simulation) == []
 
 
-def test_the_token_stands_in_no_other_object(simulation: Simulation) -> None:
+def test_the_token_is_in_no_other_object(simulation: Simulation) -> None:
     simulation.settle()
     simulation.start_pods()
     simulation.train()
@@ -186,7 +186,7 @@ def test_no_secret_of_a_run_is_ever_read_listed_or_changed(simulation: Simulatio
     assert "secrets" not in {plural for _, plural in simulation.cluster.reads}
 
 
-def test_a_namesake_that_was_deleted_a_moment_ago_leaves_no_token_behind(
+def test_a_recently_deleted_namesake_leaves_no_token(
     simulation: Simulation,
 ) -> None:
     simulation.settle()
@@ -205,7 +205,7 @@ def test_a_namesake_that_was_deleted_a_moment_ago_leaves_no_token_behind(
     assert len(secrets_of(simulation)) == 2
 
 
-def test_a_deleted_secret_is_back_before_the_next_pod(simulation: Simulation) -> None:
+def test_a_deleted_secret_is_restored_before_the_next_pod(simulation: Simulation) -> None:
     simulation.settle()
     simulation.start_pods()
     simulation.train()
@@ -219,7 +219,7 @@ def test_a_deleted_secret_is_back_before_the_next_pod(simulation: Simulation) ->
     assert back["stringData"] == secret["stringData"]
 
 
-def test_a_secret_that_is_deleted_before_a_pod_has_mounted_it_is_made_again(
+def test_a_secret_that_is_deleted_before_a_pod_has_mounted_it_is_created_again(
     simulation: Simulation,
 ) -> None:
     simulation.settle()
@@ -247,7 +247,7 @@ def test_a_secret_that_is_deleted_before_a_pod_has_mounted_it_is_made_again(
     assert len(simulation.store.writes) == before
 
 
-def test_no_pod_is_made_whose_secret_is_refused_and_the_status_says_why(
+def test_no_pod_is_created_if_its_secret_is_refused_and_the_status_reports_why(
     simulation: Simulation,
 ) -> None:
     def refuse(write: Write) -> None:
@@ -268,7 +268,7 @@ def test_no_pod_is_made_whose_secret_is_refused_and_the_status_says_why(
     assert len(simulation.store.list("pods")) == 3
 
 
-def test_a_quota_that_is_used_up_does_not_keep_a_run_from_replacing_its_pods(
+def test_an_exhausted_quota_does_not_block_the_replacement_of_pods(
     simulation: Simulation,
 ) -> None:
     simulation.settle()
@@ -292,7 +292,7 @@ def test_a_quota_that_is_used_up_does_not_keep_a_run_from_replacing_its_pods(
 
 @pytest.mark.parametrize("is_before", [True, False])
 @pytest.mark.parametrize("number", range(7))
-def test_an_operator_killed_between_any_two_writes_makes_no_second_secret(
+def test_an_operator_killed_between_two_writes_creates_no_second_secret(
     number: int, is_before: bool
 ) -> None:
     world = Simulation()
@@ -310,7 +310,9 @@ def test_an_operator_killed_between_any_two_writes_makes_no_second_secret(
     assert len(world.store.list("pods")) == 3
 
 
-def test_the_coordinator_is_asked_with_the_runs_token(simulation: Simulation) -> None:
+def test_the_coordinator_is_polled_with_the_token_of_the_run(
+    simulation: Simulation,
+) -> None:
     simulation.settle()
     simulation.start_pods()
     simulation.settle()
@@ -319,7 +321,7 @@ def test_the_coordinator_is_asked_with_the_runs_token(simulation: Simulation) ->
     assert followed.token not in repr(followed)
 
 
-def test_a_restart_mends_a_run_whose_installations_key_was_lost(
+def test_a_restart_repairs_a_run_after_the_installation_key_was_lost(
     simulation: Simulation,
 ) -> None:
     simulation.settle()

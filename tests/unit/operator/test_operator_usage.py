@@ -78,7 +78,7 @@ def written(usage: PodTimeAccount) -> PodTimeAccount:
     st.lists(st.tuples(st.integers(1, 9_000), st.booleans()), max_size=30),
     st.lists(st.tuples(st.sampled_from(sorted(USES)), st.integers(0, 9_000)), max_size=30),
 )
-def test_the_uses_sum_to_the_lives_of_the_pods(
+def test_the_accounted_times_sum_to_the_lifetimes_of_the_pods(
     known: list[Known], passes: list[tuple[int, bool]], growth: list[tuple[Any, int]]
 ) -> None:
     now, usage, attempt = 1, PodTimeAccount(), 0
@@ -108,7 +108,9 @@ def test_the_uses_sum_to_the_lives_of_the_pods(
     assert count(usage, lives, now=300_000, reading=None, fallback="end") == usage
 
 
-def test_a_pod_is_in_a_queue_then_starts_then_does_what_its_coordinator_says() -> None:
+def test_a_pod_is_queued_then_starting_then_in_the_state_that_its_coordinator_reports() -> (
+    None
+):
     life = PodLife("0-0", 10_000, bound=12_000, joined=17_000, num_accelerators=8)
     usage = count(PodTimeAccount(), [life], now=20_000, reading=None)
     assert usage.pods == {OFF_HOST: 2_000, "startup": 5_000}
@@ -133,7 +135,7 @@ def test_a_pod_is_in_a_queue_then_starts_then_does_what_its_coordinator_says() -
     assert usage.pods["training"] == 7_000
 
 
-def test_an_end_that_is_seen_late_gives_its_time_back() -> None:
+def test_time_after_an_end_that_is_observed_late_is_subtracted() -> None:
     life = PodLife("0-0", 0, bound=0, joined=0)
     other = PodLife("1-0", 0, bound=0, joined=0)
     usage = count(
@@ -155,7 +157,7 @@ def test_an_end_that_is_seen_late_gives_its_time_back() -> None:
     assert usage.pods == {"training": 22_000} and usage.pending == (0, 0)
 
 
-def test_a_pod_that_is_gone_unseen_is_closed_when_it_was_last_seen() -> None:
+def test_an_unobserved_end_of_a_pod_is_counted_at_its_last_observation() -> None:
     life = PodLife("0-0", 0, bound=0)
     usage = count(PodTimeAccount(), [life], now=10_000, reading=None)
     assert count(usage, [], now=60_000, reading=None).pods == {"startup": 10_000}
@@ -185,7 +187,7 @@ def test_names_are_packed_by_attempt_and_read_back() -> None:
     assert few.closed == {"0-0", "1-1"}
 
 
-def test_cost_follows_from_the_time_on_hosts() -> None:
+def test_cost_is_computed_from_the_time_on_hosts() -> None:
     hour = 3600 * SECOND
     usage = PodTimeAccount(
         at=1,
@@ -206,7 +208,7 @@ def test_cost_follows_from_the_time_on_hosts() -> None:
 # ---- of a whole run ----------------------------------------------------------------------------------------
 
 
-def test_a_run_counts_its_pods_whole_through_kills_and_operators() -> None:
+def test_pod_times_are_complete_across_kills_and_operator_restarts() -> None:
     world = Simulation().run(10)
     used = 0
     for index in range(24):
@@ -237,7 +239,7 @@ def test_a_run_counts_its_pods_whole_through_kills_and_operators() -> None:
     assert len(json.dumps(world.status)) < 16 * 1024
 
 
-def test_a_run_at_rest_writes_nothing() -> None:
+def test_an_ended_run_writes_nothing() -> None:
     world = Simulation().run(10)
     world.set_spec(suspend=True)
     world.settle()
@@ -249,7 +251,7 @@ def test_a_run_at_rest_writes_nothing() -> None:
     assert world.writes == writes
 
 
-def test_time_is_exported_with_the_run_and_its_labels() -> None:
+def test_time_is_exported_with_the_name_and_labels_of_the_run() -> None:
     run = make_run(
         resources={"limits": {"nvidia.com/gpu": "8"}, "requests": {}}, workersPerNode=1
     )
@@ -297,9 +299,7 @@ def test_time_is_exported_with_the_run_and_its_labels() -> None:
     assert not any("cost/center" in one["metadata"]["labels"] for one in children)
 
 
-def test_a_run_that_was_made_anew_between_two_scrapes_counts_from_its_own_beginning() -> (
-    None
-):
+def test_a_run_recreated_between_two_scrapes_counts_from_its_own_start() -> None:
     def facts(uid: str, hours: int) -> RunFactsSource:
         usage = pack_usage(PodTimeAccount(at=1, pods={"training": hours * 3600 * SECOND}))
         raw = {"metadata": {"uid": uid}, "status": {"memory": {"usage": usage}}}
@@ -317,7 +317,7 @@ def test_a_run_that_was_made_anew_between_two_scrapes_counts_from_its_own_beginn
     assert f"{sample} 3600.0" in generate_latest(registry).decode()
 
 
-def test_the_time_before_a_host_is_no_time_of_accelerators() -> None:
+def test_the_time_before_a_host_is_assigned_is_no_accelerator_time() -> None:
     world = Simulation(
         make_run(resources={"limits": {"nvidia.com/gpu": "2"}, "requests": {}})
     )

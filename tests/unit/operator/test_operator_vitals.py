@@ -32,7 +32,7 @@ def build(clock: Clock, gate: Gate) -> tuple[WorkQueue[Key], InformerCache, Vita
     return queue, cache, vitals
 
 
-def test_a_start_over_ten_thousand_runs_is_healthy_while_passes_finish(
+def test_a_start_with_ten_thousand_runs_is_healthy_while_passes_finish(
     clock: Clock,
 ) -> None:
     queue, _, vitals = build(clock, OpenGate())
@@ -45,7 +45,7 @@ def test_a_start_over_ten_thousand_runs_is_healthy_while_passes_finish(
     assert "no pass has finished, and 10000 runs wait" in str(vitals.find_stall())
 
 
-def test_without_its_lease_an_operator_waits_in_health(clock: Clock) -> None:
+def test_an_operator_that_waits_for_its_lease_is_healthy(clock: Clock) -> None:
     gate = LeaseGate(LeaseSettings("ns", "evergrad-operator", "a"), clock=clock)
     queue, cache, vitals = build(clock, gate)
     queue.add(("ns", "r"))

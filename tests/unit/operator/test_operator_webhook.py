@@ -64,7 +64,7 @@ def test_a_valid_run_is_allowed() -> None:
     assert ask(make_object()) == {"uid": "r-1", "allowed": True}
 
 
-def test_a_denial_has_every_problem_that_validate_finds_with_path_reason_and_remedy() -> (
+def test_a_denial_lists_every_problem_that_validate_finds_with_path_reason_and_remedy() -> (
     None
 ):
     wrong = make_object(**WRONG)
@@ -87,7 +87,7 @@ def test_a_denial_has_every_problem_that_validate_finds_with_path_reason_and_rem
     )
 
 
-def test_an_account_is_denied_that_this_installation_does_not_allow() -> None:
+def test_a_service_account_that_the_installation_does_not_allow_is_denied() -> None:
     template = {"serviceAccountName": "fetcher"}
     (cause,) = ask(make_object(template=template))["status"]["details"]["causes"]
     assert cause["field"] == "spec.template.serviceAccountName"
@@ -101,13 +101,13 @@ def test_an_account_is_denied_that_this_installation_does_not_allow() -> None:
     assert [one.path for one in find_problems(other, old)] == [cause["field"]]
 
 
-def test_a_name_that_the_api_server_has_yet_to_make_is_no_problem() -> None:
+def test_a_name_that_the_api_server_generates_is_not_a_problem() -> None:
     raw = make_object(metadata={"generateName": "docs-"})
     del raw["metadata"]["name"]
     assert find_problems(raw, None) == ()
 
 
-def test_a_recipe_does_not_change_once_the_run_has_begun() -> None:
+def test_a_recipe_cannot_change_after_the_run_has_started() -> None:
     old = make_object(status={"phase": "Running", "recipeHash": "a" * 64})
     new = make_object(
         training={**TRAINING, "batching": {"globalBatchSize": 2048, "microBatchSize": 1}}
@@ -119,9 +119,7 @@ def test_a_recipe_does_not_change_once_the_run_has_begun() -> None:
     assert find_problems(longer, old) == ()
 
 
-def test_a_run_that_was_refused_may_be_corrected_as_a_whole_and_hears_all_that_is_left() -> (
-    None
-):
+def test_a_refused_run_may_be_corrected_and_gets_all_remaining_problems() -> None:
     old = make_object(status={"phase": "Waiting", "reason": "InvalidSpec"}, **WRONG)
     assert find_problems(make_object(), old) == ()
     half = make_object(nodes=WRONG["nodes"])
@@ -137,16 +135,14 @@ def test_a_run_that_was_refused_may_be_corrected_as_a_whole_and_hears_all_that_i
     ],
     ids=json.dumps,
 )
-def test_what_is_wrong_already_keeps_nobody_from_stopping_or_marking_a_run(
+def test_existing_problems_do_not_prevent_suspending_or_labelling_a_run(
     change: dict[str, Any],
 ) -> None:
     old = make_object(status={"phase": "Running", "recipeHash": "a" * 64}, **WRONG)
     assert find_problems(make_object(**{**WRONG, **change}), old) == ()
 
 
-def test_what_is_wrong_already_is_not_held_against_another_change_but_a_new_problem_is() -> (
-    None
-):
+def test_existing_problems_do_not_prevent_another_change_but_new_problems_do() -> None:
     old = make_object(status={"phase": "Running", "recipeHash": "a" * 64}, **WRONG)
     assert find_problems(make_object(**WRONG, restartNonce="again"), old) == ()
     worse = make_object(**WRONG, ttlSecondsAfterFinished=-1)
@@ -155,7 +151,7 @@ def test_what_is_wrong_already_is_not_held_against_another_change_but_a_new_prob
     ]
 
 
-def test_a_run_that_is_being_deleted_may_always_lose_its_finalizers() -> None:
+def test_a_run_that_is_being_deleted_may_always_drop_its_finalizers() -> None:
     gone = {"deletionTimestamp": "2030-01-01T00:00:00Z"}
     assert find_problems(make_object(metadata=gone, **WRONG), make_object(**WRONG)) == ()
 
@@ -164,7 +160,7 @@ def test_a_run_that_is_being_deleted_may_always_lose_its_finalizers() -> None:
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
-def test_webhook_and_operator_judge_a_run_alike(sample: Sample) -> None:
+def test_webhook_and_operator_find_the_same_problems(sample: Sample) -> None:
     config = replace(Config(trainer_image="t", operator_image="o"), **sample.config)
     raw = make_object(**sample.spec)
     own = None if sample.own is None else parse_profile(sample.own)
@@ -197,7 +193,7 @@ def big(count: int, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("count", [25_000, 50_000])
-def test_a_run_of_any_size_can_be_suspended_and_marked(count: int) -> None:
+def test_a_run_of_any_size_can_be_suspended_and_labelled(count: int) -> None:
     old = big(count)
     marked = {**big(count), "metadata": {**old["metadata"], "labels": {"a": "b"}}}
     for new in (big(count, suspend=True), marked):
@@ -216,9 +212,7 @@ def answer_of(new: Any, old: Any) -> dict[str, Any]:
     return found
 
 
-def test_an_update_of_a_run_that_has_begun_is_judged_by_the_profile_that_it_began_with() -> (
-    None
-):
+def test_an_update_of_a_started_run_is_checked_with_the_profile_it_started_with() -> None:
     note = '{"defaults":{"template":{"volumes":[{"emptyDir":{},"name":"code"}]}},"from":["default"]}'
     status = {"phase": "Running", "recipeHash": "a" * 64, "memory": {"profile": note}}
     template = {"volumeMounts": [{"name": "code", "mountPath": "/code"}]}
@@ -231,7 +225,7 @@ def test_an_update_of_a_run_that_has_begun_is_judged_by_the_profile_that_it_bega
     ]
 
 
-def test_the_server_reads_the_profile_of_the_namespace_and_answers_without_it_too() -> None:
+def test_the_webhook_reads_the_namespace_profile_and_answers_without_it_too() -> None:
     asked: list[str] = []
 
     async def fetch(namespace: str) -> NamespaceProfile | None:
@@ -268,7 +262,7 @@ def read(pem: bytes) -> x509.Certificate:
     return x509.load_pem_x509_certificate(pem)
 
 
-def test_a_certificate_is_for_the_services_names_and_is_signed_by_what_clients_trust() -> (
+def test_a_certificate_has_the_service_names_and_is_signed_by_the_trusted_authority() -> (
     None
 ):
     bundle = certificates.renew(None, NAMES, now=NOW)
@@ -283,7 +277,7 @@ def test_a_certificate_is_for_the_services_names_and_is_signed_by_what_clients_t
     assert certificates.renew(bundle, NAMES, now=NOW) is None
 
 
-def test_a_certificate_is_renewed_in_time_under_the_same_authority() -> None:
+def test_a_certificate_is_renewed_in_time_by_the_same_authority() -> None:
     first = certificates.renew(None, NAMES, now=NOW)
     assert first is not None
     assert certificates.renew(first, NAMES, now=NOW + timedelta(days=200)) is None
@@ -295,7 +289,7 @@ def test_a_certificate_is_renewed_in_time_under_the_same_authority() -> None:
     )
 
 
-def test_a_new_authority_stands_before_the_old_one_which_other_replicas_still_serve() -> (
+def test_a_new_authority_is_listed_before_the_old_one_that_other_replicas_still_serve() -> (
     None
 ):
     first = certificates.renew(None, NAMES, now=NOW)
@@ -309,7 +303,7 @@ def test_a_new_authority_stands_before_the_old_one_which_other_replicas_still_se
     assert certificates.renew(second, NAMES, now=late) is None
 
 
-def test_a_certificate_of_a_clock_that_ran_ahead_is_made_anew_with_its_authority() -> None:
+def test_a_certificate_from_a_clock_that_was_ahead_is_replaced_with_its_authority() -> None:
     ahead = certificates.renew(None, NAMES, now=NOW + timedelta(days=400))
     assert ahead is not None
     mended = certificates.renew(ahead, NAMES, now=NOW)
@@ -319,7 +313,7 @@ def test_a_certificate_of_a_clock_that_ran_ahead_is_made_anew_with_its_authority
     assert certificates.renew(mended, NAMES, now=NOW) is None
 
 
-def test_a_serving_certificate_that_is_not_valid_yet_is_made_anew_under_its_authority() -> (
+def test_a_serving_certificate_that_is_not_valid_yet_is_replaced_by_the_same_authority() -> (
     None
 ):
     first = certificates.renew(None, NAMES, now=NOW)
@@ -335,7 +329,7 @@ def test_a_serving_certificate_that_is_not_valid_yet_is_made_anew_under_its_auth
     "broken",
     ["names", "key", "certificate", "serving key", "unreadable serving key", "authority"],
 )
-def test_what_is_of_no_use_is_made_anew(broken: str) -> None:
+def test_an_unusable_certificate_bundle_is_replaced(broken: str) -> None:
     bundle, other = (certificates.renew(None, NAMES, now=NOW) for _ in range(2))
     assert bundle is not None and other is not None
     data = certificates.write_bundle(bundle)
@@ -355,7 +349,7 @@ def test_what_is_of_no_use_is_made_anew(broken: str) -> None:
     assert certificates.renew(certificates.read_bundle(data), names, now=NOW) is not None
 
 
-def test_an_authority_with_the_key_of_another_is_made_anew_once() -> None:
+def test_an_authority_with_the_key_of_another_is_replaced_once() -> None:
     bundle, other = (certificates.renew(None, NAMES, now=NOW) for _ in range(2))
     assert bundle is not None and other is not None
     mended = certificates.renew(
@@ -368,9 +362,7 @@ def test_an_authority_with_the_key_of_another_is_made_anew_once() -> None:
 # ---- the server --------------------------------------------------------------------------------------------
 
 
-def test_the_holder_of_the_lease_makes_the_certificate_and_says_whom_to_trust_once() -> (
-    None
-):
+def test_the_lease_holder_creates_the_certificate_and_writes_the_ca_bundle_once() -> None:
     async def run() -> None:
         store = Store()
         webhook = make_webhook(store)
@@ -391,7 +383,9 @@ def test_the_holder_of_the_lease_makes_the_certificate_and_says_whom_to_trust_on
     asyncio.run(run())
 
 
-def test_both_configurations_trust_the_same_authority_where_it_is_asked_early() -> None:
+def test_both_webhook_configurations_trust_the_same_authority_if_the_early_one_is_enabled() -> (
+    None
+):
     async def run() -> None:
         store = Store()
         webhook = Webhook(replace(SETTINGS, is_early=True), store, leads=lambda: True)
@@ -404,9 +398,7 @@ def test_both_configurations_trust_the_same_authority_where_it_is_asked_early() 
     asyncio.run(run())
 
 
-def test_a_standby_serves_what_the_holder_of_the_lease_has_made_and_writes_nothing() -> (
-    None
-):
+def test_a_standby_serves_the_certificate_of_the_lease_holder_and_writes_nothing() -> None:
     async def run() -> None:
         store = Store()
         standby = make_webhook(store, leads=False)
@@ -432,7 +424,7 @@ def test_a_standby_serves_what_the_holder_of_the_lease_has_made_and_writes_nothi
     asyncio.run(run())
 
 
-def test_a_new_process_serves_the_certificate_of_the_one_before_though_nothing_can_be_written() -> (
+def test_a_new_process_serves_the_previous_certificate_although_nothing_can_be_written() -> (
     None
 ):
     async def run() -> None:
@@ -451,7 +443,7 @@ def test_a_new_process_serves_the_certificate_of_the_one_before_though_nothing_c
     asyncio.run(run())
 
 
-def test_a_certificate_of_another_is_read_from_its_files_and_nothing_is_written(
+def test_an_external_certificate_is_read_from_its_files_and_nothing_is_written(
     tmp_path: Path,
 ) -> None:
     async def run() -> None:
@@ -472,7 +464,7 @@ def test_a_certificate_of_another_is_read_from_its_files_and_nothing_is_written(
     asyncio.run(run())
 
 
-def test_the_secret_that_cert_manager_has_left_is_taken_over_with_its_type() -> None:
+def test_a_secret_left_by_cert_manager_is_taken_over_with_its_type() -> None:
     async def run() -> None:
         store = Store()
         left = certificates.renew(None, NAMES, now=certificates.utc_now())
@@ -495,7 +487,7 @@ def test_the_secret_that_cert_manager_has_left_is_taken_over_with_its_type() -> 
     asyncio.run(run())
 
 
-def test_whatever_is_missing_is_said_once_and_ends_nothing(
+def test_a_missing_object_is_reported_once_and_does_not_stop_the_webhook(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def run() -> None:
@@ -513,7 +505,7 @@ def test_whatever_is_missing_is_said_once_and_ends_nothing(
     assert "there is no ValidatingWebhookConfiguration evergrad" in caplog.text
 
 
-def test_files_that_do_not_belong_together_leave_the_certificate_that_is_served(
+def test_mismatched_files_leave_the_served_certificate_in_place(
     tmp_path: Path,
 ) -> None:
     async def run() -> None:
@@ -538,7 +530,7 @@ def test_files_that_do_not_belong_together_leave_the_certificate_that_is_served(
     asyncio.run(run())
 
 
-def test_an_object_that_no_list_of_runs_could_be_read_with_is_denied() -> None:
+def test_an_object_nested_too_deeply_for_a_list_of_runs_is_denied() -> None:
     async def run() -> None:
         store = Store()
         webhook = make_webhook(store)
@@ -560,7 +552,7 @@ def test_an_object_that_no_list_of_runs_could_be_read_with_is_denied() -> None:
     asyncio.run(run())
 
 
-def test_what_nobody_thought_of_does_not_end_the_operator(
+def test_an_unexpected_error_does_not_stop_the_operator(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def run() -> None:
