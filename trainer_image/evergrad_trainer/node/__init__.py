@@ -1,2 +1,2 @@
-"""One node of a run: the supervisor of its workers, what it shows of them, and several nodes on
-one machine."""
+"""One node of a run: the supervisor of its workers, its metrics and logs, and several nodes on one
+machine."""

@@ -1,4 +1,4 @@
-"""A node's side of the conversation with its coordinator. Messages that may have been lost are sent again."""
+"""The node's side of its connection to the coordinator. Messages that may have been lost are sent again."""
 
 import asyncio
 import logging
@@ -28,11 +28,11 @@ from evergrad_trainer.node.settings import NodeSettings
 
 _log = logging.getLogger(__name__)
 _REFUSED_SECONDS = (1.0, 2.0, 4.0)
-"""Pauses before a node that was refused asks again; then it leaves its place to another host."""
+"""Pauses before a refused node tries again; after the last attempt, its place is free for another host."""
 
 
 class Member(Protocol):
-    """The node's workers, as a hello describes them."""
+    """The node's workers, as a hello message describes them."""
 
     @property
     def capacity(self) -> int: ...
@@ -41,9 +41,9 @@ class Member(Protocol):
 
 
 class Conversation:
-    """One connection after the other to the same address, on one event loop.
+    """Keeps one connection at a time to the same address, on one event loop.
 
-    Nothing here waits for an answer.
+    Nothing here waits for a reply, except ``commit``.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Conversation:
         on_message: Callable[[Message], None],
         on_connected: Callable[[], None],
     ) -> None:
-        """``on_connected`` is called after what this node had said last was said again."""
+        """``on_connected`` is called on each new connection, after the node's state has been sent again."""
         self._settings = settings
         self._member = member
         self._on_message = on_message
@@ -63,23 +63,23 @@ class Conversation:
         self.known_generation = 0
         self.lease_seconds = 10.0
         self.num_refusals = 0
-        """Since the last welcome."""
+        """Refusals since the last welcome."""
         self.is_leaving = False
         self._takes_restoring = False
-        """Property of the coordinator that sent the newest welcome."""
+        """Whether the coordinator that sent the newest welcome accepts ``Restoring`` messages."""
         self._client = self._new_client()
         self._last: dict[type[Message], Message] = {}
-        """The last ``up``, ``broken``, ``done`` and ``result`` that were said."""
+        """The last ``up``, ``broken``, ``done`` and ``result`` messages that were sent."""
         self._said: Placement | None = None
-        """The place that the newest hello named."""
+        """The placement in the newest hello."""
 
     async def converse(self, *, is_over: Callable[[], bool]) -> bool:
-        """Speak until the run is over; False if the node was refused.
+        """Communicate until the run is over. Returns False if the node was refused.
 
-        A refusal may be of this moment: it is asked again.
+        A refusal may be temporary, so the node retries three times.
         """
         await self._client.run()
-        # Another place in the crowd, or a token that is mounted late: it may be let in a moment later.
+        # For example, another node leaves its place, or the token is mounted late.
         while not is_over() and 0 < self.num_refusals <= len(_REFUSED_SECONDS):
             await asyncio.sleep(_REFUSED_SECONDS[self.num_refusals - 1])
             self._client = self._new_client()
@@ -98,16 +98,16 @@ class Conversation:
         return self._client.is_connected
 
     async def commit(self, generation: int) -> bool:
-        """Whether a generation may still write, as the coordinator says."""
+        """Ask the coordinator whether ``generation`` may still write, and return its answer."""
         return await self._client.commit(generation)
 
     def send(self, message: Message) -> bool:
-        """Whether the message is on its way.
+        """Send a message. Returns False if it could not be sent and should be sent again.
 
-        One that cannot be encoded counts so, too: said again, it would fail again.
+        Returns True for a message that cannot be encoded, because sending it again would fail again.
         """
         if isinstance(message, Restoring) and not self._takes_restoring:
-            # A coordinator of before would close the connection, again at each of them.
+            # An older coordinator would close the connection at each of these messages.
             return False
         self.remember(message)
         try:
@@ -119,12 +119,12 @@ class Conversation:
             return True
 
     def remember(self, message: Message) -> None:
-        """Say it to the next coordinator that this node meets, if it is of a kind that has to be heard."""
+        """Keep a message of a kind that must not be lost, to send it again on the next connection."""
         if isinstance(message, Up | Broken | Done | Result):
             self._last[type(message)] = message
 
     def has_said(self, kind: type[Message]) -> bool:
-        """Whether a message of that kind would be said again."""
+        """Return whether a message of this kind would be sent again."""
         return kind in self._last
 
     def _new_client(self) -> CoordinatorClient:
@@ -168,35 +168,36 @@ class Conversation:
                 self.known_generation = max(self.known_generation, message.generation)
             case Plan():
                 self.known_generation = max(self.known_generation, message.generation)
-                # Workers that had ended well may be started again in the group that is planned now.
+                # Workers that had ended successfully may be started again in the planned group.
                 self._last.pop(Done, None)
             case Refused():
                 self.num_refusals += 1
         self._on_message(message)
 
     def _greet(self) -> None:
-        """Said on every connection, after the hello: what a coordinator may not have heard, or heard and
-        forgotten."""
+        """Send, after the hello of each connection, what the coordinator may not have received or may have
+        lost."""
         member, said = self._member(), self._said
 
         # A worker may have become warm between hello and welcome.
         self.send(Capacity(member.capacity))
         place = member.place
         if said is not None and (place is None or place.generation != said.generation):
-            # A hello may wait long for a coordinator that stood still: the group that it named is left by
-            # now.
+            # A hello may wait a long time for a coordinator that hangs. Meanwhile the node may have left the
+            # group that the hello named.
             broken = self._last.get(Broken)
             if not isinstance(broken, Broken) or broken.generation != said.generation:
                 message = "the node left its group while the coordinator was away"
                 broken = Broken(said.generation, "peer_lost", message=message)
             self.send(broken)
 
-        # The group this node is in may be up since before the coordinator was lost.
+        # This node's group may have been up since before the coordinator was lost.
         up = self._last.get(Up)
         if isinstance(up, Up) and place is not None and place.generation == up.generation:
             self.send(up)
 
-        # Progress first, then the words that may end the run: after those nothing is taken.
+        # Send progress before the messages that may end the run, because the coordinator ignores it
+        # afterwards.
         self._on_connected()
         for kind in (Result, Done):
             if kind in self._last:

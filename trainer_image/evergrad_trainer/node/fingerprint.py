@@ -1,4 +1,4 @@
-"""Values that must be equal in all nodes of a group, as texts by name: versions, configuration, device, and
+"""Values that must be equal on all nodes of a group, as texts by name: versions, configuration, device, and
 the user's own files."""
 
 import contextlib
@@ -23,21 +23,22 @@ if TYPE_CHECKING:
     from evergrad_trainer.worker.session import SessionPlan
 
 TASK = "task"
-"""Name of the hash of a task of the user's own."""
+"""Name of the hash of the user's own task."""
 IMAGE_DIGEST_VARIABLE = "EVERGRAD_IMAGE_DIGEST"
-"""Environment of a node: the digest of its image, where that is known."""
+"""Environment variable of a node: the digest of its image, if known."""
 _CODE = (".py", ".sh", ".yaml", ".yml", ".toml")
-"""Endings of arguments that are read as part of a script; what a script writes has other ones."""
+"""Suffixes of arguments that are hashed as part of a script. Files that a script writes have other
+suffixes."""
 
 
 def fingerprint(run: TrainingRun, base_directory: Path) -> dict[str, str]:
-    """Collect what this node has. ``base_directory``: what relative paths of the manifest are relative to."""
+    """Return the values of this node. ``base_directory``: base of relative paths in the manifest."""
     wants_cpu = run.spec.training is not None and run.spec.training.runtime.device == "cpu"
     found = {
         "torch": str(torch.__version__),
         "evergrad": __version__,
         "configuration": config_hash(run),
-        # A node whose accelerator has fallen off must not hold up a group of accelerators from its processor.
+        # A node whose accelerator failed must not join a group of accelerators and slow it down with its CPU.
         "device": "cpu" if wants_cpu or not count_accelerators() else "cuda",
     }
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -54,31 +55,31 @@ def fingerprint(run: TrainingRun, base_directory: Path) -> dict[str, str]:
 
 
 def fingerprint_of_plan(plan: "SessionPlan") -> dict[str, str]:
-    """Collect what is known once a typed run is planned: its data, its evaluation sets, its length and its
-    task's files.
+    """Return the values that are known after a typed run is planned: data, evaluation sets, steps, and task
+    files.
 
-    Nodes whose folders differ would each train its own share of another data set, and end at another step;
-    their evaluations would be means over parts of several sets.
+    If nodes had different folders, each would train on its share of a different data set and end at a
+    different step, and evaluations would be means over parts of several sets.
     """
     found = {"steps": str(plan.numbers.total_steps)}
-    # A hash of the content, wherever it lies: checkpoints are compared by it.
+    # Hash the content, whatever its path: checkpoints are compared by this hash.
     if plan.opened is not None:
         found["data"] = plan.opened.data.fingerprint
         sets = [[one.name, one.fingerprint] for one in plan.opened.data.evaluation]
         found["evaluation"] = hashlib.sha256(json.dumps(sets).encode()).hexdigest()[:16]
-    # As they were opened: preparing data may have taken hours since they were first read.
+    # Use the hash from when the files were opened: preparing data may have taken hours since the first read.
     if plan.task_hash:
         found[TASK] = plan.task_hash
     return found
 
 
 def hash_script(script: Script, base_directory: Path) -> str:
-    """A hash of the files that the command names and of the modules next to them that they import, directly
-    or not."""
+    """Return a hash of the files that the command names, and of the modules next to them that they import
+    directly or indirectly."""
     program, working = script.program, working_directory_of(script, base_directory)
     path = program_path(script.program, base_directory)
     roots = [working / word for word in program.arguments if word.endswith(_CODE)]
-    # Modules are searched for as Python does: next to the file, else in the working directory.
+    # Search modules as Python does: next to the file, or else in the working directory.
     if path is not None:
         return hash_sources([path, *existing(roots)], path.parent)
     if program.kind == "module":

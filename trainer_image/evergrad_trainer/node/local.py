@@ -1,5 +1,5 @@
-"""Several nodes on this machine: one coordinator and N supervisors as local processes, replaced when they are
-lost."""
+"""Runs several nodes on this machine: one coordinator and N supervisors as local processes, which are
+replaced if they are lost."""
 
 import contextlib
 import gc
@@ -36,11 +36,11 @@ from evergrad_trainer.worker.signals import StopCount, describe_abrupt_end
 
 _START_SECONDS = 20.0
 _END_SECONDS = 10.0
-"""After the end of the run: for its nodes to hear of it, and for the coordinator to tell the last of them."""
+"""Time after the run's end in which its nodes learn about it and the coordinator ends."""
 _REPLACE_SECONDS = 1.0
-"""Before a lost node is started again; a cluster takes about as long."""
+"""Pause before a lost node is started again; a cluster takes about as long."""
 _ASK_SECONDS = 0.1
-"""Between two questions to a coordinator whose nodes have all ended."""
+"""Interval between status requests to a coordinator whose nodes have all ended."""
 _FAILED = (ExitCode.USER_ERROR, ExitCode.INTERNAL)
 """Exit codes of a node that has failed and is not started again."""
 _FINAL = (
@@ -53,8 +53,8 @@ _FINAL = (
 
 
 class _LeaveAtOnce(BaseException):
-    """Raised by the handler of a second signal, wherever the launcher is; no ``except Exception``
-    stops it."""
+    """Raised by the handler of a second signal, at any point of the launcher. It is not an Exception, so that
+    no ``except Exception`` catches it."""
 
 
 class CoordinatorFailedError(EvergradError):
@@ -67,7 +67,8 @@ class CoordinatorFailedError(EvergradError):
 class CoordinatorSettings:
     """Arguments of a local coordinator.
 
-    ``state``: the file of its generation, whose lock is the run's. ``address``: gets its ports while it runs.
+    ``state``: file of its generation, which is also the lock of the run. ``address``: file that contains its
+    ports while it runs.
     """
 
     run: str
@@ -84,14 +85,16 @@ class CoordinatorSettings:
 
 
 class LocalCoordinator:
-    """The coordinator's process. Started again at the same port when it is lost: nodes come back to it."""
+    """The coordinator's process. If it is lost, it is started again at the same port, and nodes reconnect to
+    it."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
         self._folder = tempfile.TemporaryDirectory(prefix="evergrad-")
         self._file = Path(self._folder.name) / "address.json"
         self.token_file = Path(self._folder.name) / "token"
-        """Readable by its owner alone; arguments would be seen by everybody on the machine."""
+        """Readable only by its owner; a token in the arguments would be visible to every user of the
+        machine."""
         self.token = obtain_token(self.token_file)
         self.port = 0
         self.status_port = 0
@@ -99,11 +102,12 @@ class LocalCoordinator:
 
     @property
     def checkpoints(self) -> Path:
-        """The directory of the run's checkpoints."""
+        """Return the directory of the run's checkpoints."""
         return self._settings.address.parent / RunFile.CHECKPOINTS
 
     def start(self) -> None:
-        """Start it and wait until it listens. Raises CoordinatorFailedError with what it said."""
+        """Start the process and wait until it listens. Raises CoordinatorFailedError with the last lines of
+        its log."""
         settings = self._settings
         self._file.unlink(missing_ok=True)
         command = [
@@ -118,14 +122,14 @@ class LocalCoordinator:
             "--linger", "0.2", "--exit-when-empty", *settings.extra,
         ]  # fmt: skip
         if self.process is None:
-            # The first one of this run: no group is left from before.
+            # This is the first coordinator of the run, so no group exists from before.
             command.append("--nothing-runs")
 
-        # It dies with this process: a coordinator that is left behind would hold the run's lock.
+        # The process dies with the launcher: a coordinator that is left behind would hold the run's lock.
         settings.log.parent.mkdir(parents=True, exist_ok=True)
         parent = os.getpid()
         with settings.log.open("ab") as log:
-            # Its own session, so that Ctrl-C reaches the launcher alone.
+            # Start a new session, so that Ctrl-C reaches only the launcher.
             self.process = subprocess.Popen(
                 command,
                 stderr=log,
@@ -134,7 +138,7 @@ class LocalCoordinator:
                 preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509 - no other thread of the launcher holds a lock
             )
 
-        # It listens once the file is there, which appears in one piece.
+        # The file is created atomically when the coordinator listens.
         deadline = time.monotonic() + _START_SECONDS
         while not self._file.exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -147,11 +151,12 @@ class LocalCoordinator:
         text = self._file.read_text("utf-8")
         address = json.loads(text)
         self.port, self.status_port = int(address["port"]), int(address["statusPort"])
-        # For `evergrad open`. Only now: the lock of the run is this coordinator's.
+        # `evergrad open` reads this. Write it only now, because this coordinator holds the lock of the run.
         settings.address.write_text(text, "utf-8")
 
     def poll(self) -> int | None:
-        """None while it runs, below 0 if it was killed, else the run's exit code: the run is over."""
+        """Return None while the process runs, a negative number if it was killed, or the exit code of the
+        run."""
         return None if self.process is None else self.process.poll()
 
     @property
@@ -159,15 +164,16 @@ class LocalCoordinator:
         return self.process is not None and self.process.poll() is None
 
     def wait(self, timeout_seconds: float) -> int | None:
-        """Wait for its own end, which follows the run's outcome; None where none comes.
+        """Wait until the process ends after the run's outcome; return its exit code, or None if it does not
+        end.
 
-        Without a node and without an outcome nobody is left who could bring one: the wait ends at once.
+        If no node is connected and the run has no outcome, none can follow, so the wait ends immediately.
         """
         deadline = time.monotonic() + timeout_seconds
         while (code := self.poll()) is None and time.monotonic() < deadline:
             if self.process is None:
                 return None
-            # One that does not answer is ending, or busy: its own end is waited for.
+            # A coordinator that does not respond is ending or busy, so wait for the end of its process.
             status = self.fetch_status()
             if (
                 status is not None
@@ -180,11 +186,11 @@ class LocalCoordinator:
         return code
 
     def fetch_status(self) -> dict[str, Any] | None:
-        """Its /status; None if it does not answer."""
+        """Return the coordinator's /status, or None if it does not respond."""
         return fetch_status(self.status_port, self.token)
 
     def stop(self) -> None:
-        """End it, and remove what only this process needed."""
+        """Kill the process if it still runs, and reap it."""
         if self.process is not None:
             if self.process.poll() is None:
                 self.process.kill()
@@ -198,7 +204,7 @@ class LocalCoordinator:
 
 
 def fetch_status(port: int, token: str) -> dict[str, Any] | None:
-    """The status of a coordinator on this machine; None if it does not answer."""
+    """Return the status of a coordinator on this machine, or None if it does not respond."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1.0)
     try:
         connection.request("GET", "/status", headers={"Authorization": f"Bearer {token}"})
@@ -219,24 +225,24 @@ class _Node:
 
 @dataclass
 class LocalNodes:
-    """N supervisors. ``main(index)`` is what a node's process does; it returns the exit code."""
+    """N supervisors. ``main(index)`` runs in a node's process and returns its exit code."""
 
     main: Callable[[int], int]
     num_nodes: int
     grace_seconds: float = 25.0
-    """From a request to stop until nodes leave by themselves."""
+    """Seconds from a request to stop until nodes leave by themselves."""
     is_replacing: bool = True
     nodes: dict[int, _Node] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
     starts: Counter[int] = field(default_factory=Counter)
-    """How often each node was started, itself included when its process looks."""
+    """Number of starts of each node. In a node's process it includes the current start."""
 
     def start(self) -> None:
         for index in range(self.num_nodes):
             self.start_node(index)
 
     def start_node(self, index: int) -> None:
-        """Start (again) the node of that index, forked from this warm process."""
+        """Start, or restart, the node with this index by forking this warm process."""
         sys.stdout.flush()
         sys.stderr.flush()
         self.starts[index] += 1
@@ -252,11 +258,12 @@ class LocalNodes:
         def be_node() -> None:
             die_with_parent(parent)
             register_stacks(f"node {index}")
-            # Out of the terminal's foreground group: Ctrl-C reaches the launcher alone.
+            # Leave the terminal's foreground process group, so that Ctrl-C reaches only the launcher.
             os.setpgid(0, 0)
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
-            # One that came before ends the node here: the launcher asks each node once.
+            # A signal that arrived earlier ends the node here, because the launcher requests each node only
+            # once.
             unblock_stop_signals()
             run_and_exit(live)
 
@@ -269,13 +276,13 @@ class LocalNodes:
         self.nodes[index] = _Node(index, process)
 
     def poll(self) -> None:
-        """Note nodes that have ended; replace those that were lost a moment ago."""
+        """Record nodes that have ended, and replace nodes that were lost more than 1 s ago."""
         now = time.monotonic()
         for node in list(self.nodes.values()):
             code = node.process.exitcode
             if code is None:
                 continue
-            # Noted first, and replaced a while later: its peers are to see that it is gone.
+            # Do not replace a node in the same call: the other nodes must notice that it is gone.
             if node.lost_at is None:
                 node.process.join()
                 node.lost_at = now
@@ -290,7 +297,7 @@ class LocalNodes:
                 self.start_node(node.index)
 
     def _report_end(self, index: int, code: int) -> None:
-        """Say that a node has failed for good while others still train."""
+        """Print a warning if a node has failed permanently while others still train."""
         left = [node for node in self.nodes.values() if node.lost_at is None]
         if code in _FAILED and left:
             print(
@@ -301,7 +308,8 @@ class LocalNodes:
             )
 
     def describe_missing(self) -> str:
-        """Name the nodes that failed for good in a run that others completed; empty if there are none."""
+        """Name the nodes that failed permanently in a run that other nodes completed, or return an empty
+        text."""
         failed = sorted(index for index, code in self.ended.items() if code in _FAILED)
         if not failed or len(failed) == self.num_nodes:
             return ""
@@ -315,7 +323,7 @@ class LocalNodes:
 
     @property
     def are_over(self) -> bool:
-        """Whether no node runs, and none will be replaced."""
+        """Whether no node runs and none will be replaced."""
         if any(node.lost_at is None for node in self.nodes.values()):
             return False
         return not self.is_replacing or set(self.nodes) <= set(self.ended)
@@ -327,15 +335,15 @@ class LocalNodes:
                     os.kill(node.process.pid, number)
 
     def close(self) -> None:
-        """End whatever still runs; the workers die with their nodes."""
+        """Kill all nodes that still run. Their workers die with them."""
         self.signal(signal.SIGKILL)
         for node in self.nodes.values():
             node.process.join()
 
 
 class _Stops:
-    """SIGTERM and SIGINT as the launcher receives them: the first is noted, the second interrupts whatever it
-    does."""
+    """The launcher's SIGTERM and SIGINT handlers. The first signal is recorded, and the second interrupts the
+    launcher at any point."""
 
     def __init__(self) -> None:
         self.count = StopCount()
@@ -347,11 +355,11 @@ class _Stops:
         }
 
     def disarm(self) -> None:
-        """From here on nothing interrupts: the processes that are left are being ended."""
+        """Stop interrupting, because the launcher is ending the remaining processes."""
         self._is_armed = False
 
     def restore(self) -> None:
-        """Put back the handlers that were there before."""
+        """Restore the previous handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -368,13 +376,13 @@ def run_local(
     *,
     on_tick: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run a coordinator and its nodes to the end of the run; the run's exit code.
+    """Run a coordinator and its nodes until the run ends, and return the run's exit code.
 
-    SIGINT or SIGTERM asks all nodes to leave, which takes their grace period at most; a second one ends them
-    at once. ``on_tick`` is called some times a second, for whoever wants to disturb.
+    SIGINT or SIGTERM requests all nodes to leave, which takes at most their grace period; a second signal
+    kills them. ``on_tick`` is called about 20 times per second; evergrad_chaos disturbs the run in it.
     """
     stops = _Stops()
-    # Memory is shared with the nodes that are forked: the collector must not write to its pages.
+    # Forked nodes share this process's memory, so the garbage collector must not write to its pages.
     gc.freeze()
     gc.enable()
     try:
@@ -402,7 +410,7 @@ def run_local(
         print(describe_abrupt_end(coordinator.checkpoints), file=sys.stderr)
         return int(ExitCode.STOPPED_UNSAVED)
     finally:
-        # From here on nothing may interrupt: processes would be left behind.
+        # Do not interrupt from here on: processes would be left behind.
         stops.disarm()
         nodes.close()
         coordinator.close()
@@ -415,9 +423,11 @@ def _follow(
     stops: _Stops,
     on_tick: Callable[[], None],
 ) -> bool:
-    """Look after both until no node is left, or a while after the run's end; False if nodes do not leave as
-    they were asked."""
-    # Nodes are given a while after the run's end to hear of it; one that is frozen is not waited for.
+    """Watch the coordinator and the nodes until no node is left, or until 10 s after the run's end.
+
+    Returns False if nodes do not leave although they were requested to.
+    """
+    # After the run's end, wait 10 s for the nodes to learn about it, but not longer for a frozen node.
     over_at: float | None = None
     while not nodes.are_over and (
         over_at is None or time.monotonic() - over_at < _END_SECONDS
@@ -431,11 +441,12 @@ def _follow(
         nodes.poll()
         code = coordinator.poll()
         if code is not None and code >= 0:
-            # Nodes that are left do not know it yet, or were lost just now: none is replaced any more.
+            # The remaining nodes have not been notified yet, or were just lost; replace none of them.
             nodes.is_replacing = False
             over_at = over_at or time.monotonic()
         elif stops.count.first_at is None:
-            # It was killed: at the same port, nodes find it again by themselves.
+            # The coordinator was killed. Restart it at the same port, where the nodes reconnect by
+            # themselves.
             if code is not None:
                 coordinator.start()
             on_tick()
@@ -444,13 +455,13 @@ def _follow(
             nodes.is_replacing = False
             nodes.signal(signal.SIGTERM)
         elif time.monotonic() - stops.count.first_at > nodes.grace_seconds + _END_SECONDS:
-            # A node ends by itself some seconds earlier, unless it is frozen.
+            # A node ends by itself some seconds earlier unless it is frozen.
             return False
     return True
 
 
 def combine_node_codes(ended: dict[int, int]) -> int:
-    """The run's exit code where the coordinator cannot say it any more."""
+    """Return the run's exit code if the coordinator can no longer provide it."""
     codes = set(ended.values())
     for code in (
         ExitCode.USER_ERROR,

@@ -1,5 +1,5 @@
-"""The log of a node's supervisor on stderr: one line each, with the node in front as its workers' lines have
-it."""
+"""The log of a node's supervisor on stderr: one line per message, with the node in front, as in its workers'
+lines."""
 
 import asyncio
 import logging
@@ -13,13 +13,13 @@ from evergrad_trainer.worker.silence import SAY_SECONDS, describe_silence
 
 _log = logging.getLogger(__name__)
 _logger = logging.getLogger("evergrad_trainer")
-"""Not the root: a script that runs in a forked process sets that one up for itself."""
+"""Not the root logger, because a script that runs in a forked process configures the root logger itself."""
 _CLEAR_LINE = "\r\x1b[2K"
 
 
 @contextmanager
 def speaking_as(node: str, *, stream: TextIO | None = None) -> Iterator[None]:
-    """Show what Evergrad logs in this process, from the level INFO on, on ``stream`` (default: stderr)."""
+    """Write what Evergrad logs in this process, from level INFO, to ``stream`` (default: stderr)."""
     handler = _NodeHandler(node, sys.stderr if stream is None else stream)
     before = _logger.level
     _logger.setLevel(logging.INFO)
@@ -32,7 +32,7 @@ def speaking_as(node: str, *, stream: TextIO | None = None) -> Iterator[None]:
 
 
 def fall_silent() -> None:
-    """In a worker, forked from a process that speaks as its node: what it logs is not the node's."""
+    """Remove the node's log handlers in a worker that was forked from the node's process."""
     for handler in [one for one in _logger.handlers if isinstance(one, _NodeHandler)]:
         _logger.removeHandler(handler)
         _logger.setLevel(logging.NOTSET)
@@ -41,9 +41,9 @@ def fall_silent() -> None:
 async def warn_of_silence(
     seconds_since_contact: Callable[[], float], *, address: str
 ) -> None:
-    """Until cancelled: say it every ten seconds while the coordinator at ``address`` does not answer.
+    """Log a warning every 10 s while the coordinator at ``address`` does not respond, until cancelled.
 
-    Infinite: it never has.
+    If ``seconds_since_contact`` returns infinity, the coordinator has never responded.
     """
     waited = 0.0
     while True:
@@ -61,8 +61,8 @@ async def warn_of_silence(
 
 
 class _NodeHandler(logging.StreamHandler[TextIO]):
-    """Over the line of a progress bar, which another process draws on the same terminal: the bar is drawn
-    again below."""
+    """Clears the line of a progress bar that another process draws on the same terminal, before it writes.
+    The bar is drawn again below."""
 
     def __init__(self, node: str, stream: TextIO) -> None:
         super().__init__(stream)
@@ -70,9 +70,9 @@ class _NodeHandler(logging.StreamHandler[TextIO]):
 
 
 class _NodeFormatter(logging.Formatter):
-    """``[node 0] was asked to leave``.
+    """Formats a record as ``[node 0] was asked to leave``.
 
-    The first line alone: what follows in a failure, its worker has printed.
+    Writes only the first line, because a worker has already printed the other lines of its failure.
     """
 
     def __init__(self, node: str, *, clears_line: bool) -> None:

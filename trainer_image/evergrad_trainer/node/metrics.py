@@ -1,6 +1,7 @@
-"""The node's one Prometheus endpoint: the run's series where rank 0 is, and the node's own.
+"""The node's only Prometheus endpoint. It exports the node's own series and, on the node of rank 0, the
+series of the run.
 
-It lives through every restart of workers.
+It survives all restarts of workers.
 """
 
 import dataclasses
@@ -34,13 +35,13 @@ _log = logging.getLogger(__name__)
 _MOST_SETS = 16
 _MOST_RESULTS = 8
 _LONGEST_REASON = 512
-"""Longest reason of a failed save, in characters: one rank's error with its path."""
+"""Longest reason of a failed save, in characters: the error of one rank with its path."""
 _MOST_CHARACTERS = 64
-"""Bounds of the evaluations in a message, some 12 KB of the 64 that a line may have."""
+"""Bounds of the evaluations in a message: about 12 KB of the 64 KB that a line may have."""
 
 
 class NodeMetrics:
-    """Collects the reports of the node's workers and its supervisor; serves them if there is an exporter."""
+    """Collects the reports of the node's workers and supervisor, and serves them if there is an exporter."""
 
     def __init__(
         self,
@@ -50,24 +51,25 @@ class NodeMetrics:
         *,
         hurry: threading.Event | None = None,
     ) -> None:
-        """``hurry``: set as soon as the end must not linger; the exporter looks at it."""
+        """``hurry``: the exporter checks this event; set it if the process must end without lingering."""
         self._exporter = exporter
         self.hurry = hurry or threading.Event()
         self._warned: set[str] = set()
-        """Names of values in reports that were left out before."""
+        """Names of reported values that were left out before, so that each is logged once."""
         self._throughput = Throughput()
         self._total_steps: int | None = None
         self._checkpoint_step: int | None = None
         self._failed_saves: int | None = None
-        """In a row; None where this node has seen no save end."""
+        """Number of failed saves in a row; None if no save has ended on this node."""
         self._save_trouble = self._save_message = ""
         self._evaluations: dict[str, EvaluationReport] = {}
-        """The newest results of each set, of _MOST_SETS at most."""
+        """The newest results of each set; at most _MOST_SETS sets."""
         self._evaluation_seconds = self._saving_seconds = 0.0
-        """Time that training stood still, as records say; scripts have none."""
+        """Seconds in which training paused for evaluations and saves, from records; scripts send no such
+        records."""
         self._pace = Pace()
         self.progress: Progress | None = None
-        """Where training is, as rank 0 said last; None where rank 0 never was on this node."""
+        """Newest progress that rank 0 reported; None while rank 0 is not on this node."""
         self._workers: dict[int, Worker] = {}
         """The newest process of each local rank."""
         self._series: _Series | None = (
@@ -75,7 +77,7 @@ class NodeMetrics:
         )
 
     def tell(self, kind: str, record: dict[str, Any]) -> None:
-        """A record of rank 0."""
+        """Process a record of rank 0; ``kind`` is the name of an observer's method."""
         if self._exporter is not None:
             deliver(self._exporter, kind, record)
         if kind == "run_start":
@@ -104,7 +106,7 @@ class NodeMetrics:
                 generation=int(record["generation"]),
                 step=step,
                 total_steps=self._total_steps,
-                # A loss that is no number is no reason to keep the step from being seen.
+                # Leave out a loss that is not a finite number, but still report the step.
                 loss=read_values(record)[0].get("loss"),
                 tokens_per_second=per_second,
                 eta_seconds=left,
@@ -126,7 +128,7 @@ class NodeMetrics:
             )
 
     def _note_save(self, record: Mapping[str, Any]) -> None:
-        """Keep how a save has ended, and report it with the progress there is."""
+        """Record the outcome of a save, and add it to the newest progress."""
         if record["type"] == EventType.SAVE_FAILED:
             self._failed_saves = max(1, int(record.get("failures", 1)))
             self._save_trouble = read_trouble(record.get("trouble"))
@@ -136,7 +138,7 @@ class NodeMetrics:
             self._checkpoint_step = version.step if version else None
             self._failed_saves, self._save_trouble, self._save_message = 0, "", ""
         if self.progress is not None:
-            # Now, not with the next step: the last save of a run has none behind it.
+            # Do not wait for the next step, because no step follows the last save of a run.
             self.progress = dataclasses.replace(
                 self.progress,
                 checkpoint_step=self._checkpoint_step,
@@ -146,12 +148,12 @@ class NodeMetrics:
             )
 
     def _note_evaluation(self, record: Mapping[str, Any]) -> None:
-        """Keep the results of a set, and tell them with the progress there is."""
+        """Record the results of a set, and add them to the newest progress."""
         name, values = (
             str(record["name"]),
             {"loss": record["loss"], **record.get("metrics", {})},
         )
-        # A name of any length, or any number of sets, would not fit into a line of the coordinator's.
+        # Bound the length of names and the number of sets, so that the message fits into a line.
         if len(name) > _MOST_CHARACTERS or (
             name not in self._evaluations and len(self._evaluations) >= _MOST_SETS
         ):
@@ -164,9 +166,9 @@ class NodeMetrics:
             )
 
     def report(self, report: Mapping[str, object]) -> Progress | None:
-        """Take a script's own report, of whatever values; the progress it makes.
+        """Process a script's own report, whose values may have any type, and return the progress in it.
 
-        None where the report is not rank 0's, or has no step.
+        Returns None if the report is not from rank 0 or has no step.
         """
         if report.get("rank", 0) != 0:
             return None
@@ -176,7 +178,7 @@ class NodeMetrics:
             _log.warning("a script's report has %s", left_out[name])
         self._with(lambda series: series.show(found))
 
-        # A step that cannot be read is the one before, so that the other values are not lost.
+        # Without a readable step, keep the previous step, so that the other values are not lost.
         before = self.progress
         step = found.get("step", None if before is None else before.step)
         if "checkpoint_step" in found:
@@ -200,23 +202,25 @@ class NodeMetrics:
         return self.progress
 
     def rank_0_left(self) -> None:
-        """Rank 0 is on another node now: what this one knows of the run is old."""
+        """Discard the run's values, because rank 0 has moved to another node and they are outdated."""
         self.progress = None
         if self._exporter is not None:
             self._exporter.rank_0_left()
 
     def worker_started(self, worker: Worker) -> None:
-        """One more process, in the place of any before it with its local rank."""
+        """Count the start of a worker, and replace the previous worker with its local rank."""
         self._workers[worker.local_rank] = worker
         self._with(lambda series: series.add("node_worker_starts_total", 1))
 
     def show_memory(self) -> None:
-        """Show what each worker holds: of its device as it said last, of the host as the kernel says."""
-        # Called at each tick: where nothing is served, nothing is read.
+        """Show each worker's memory: device memory as the worker last reported it, host memory from the
+        kernel."""
+        # Called at each tick; without an endpoint, do not read anything.
         if self._series is None:
             return
         for local_rank, worker in self._workers.items():
-            # A process that has ended holds nothing, and one on a CPU says nothing: no value is not 0.
+            # A process that has ended holds nothing, and a process on a CPU reports no device memory: show no
+            # value instead of 0.
             sizes = None if worker.state == "ended" else worker.heartbeat.held_bytes
             resident = None if worker.state == "ended" else read_resident_bytes(worker.pid)
             self._series.show_memory(str(local_rank), sizes, resident)
@@ -241,18 +245,18 @@ class NodeMetrics:
 
 
 class _Series:
-    """The node's own series; labels as everywhere: run, and the node's index."""
+    """The node's own series. Their labels are the run and the node's index, as in all series."""
 
     def __init__(self, exporter: PrometheusExporter, run: str, node: str) -> None:
         self._place = (run, node)
         self._shown: set[tuple[str, ...]] = set()
-        """Name and labels of gauges that may have no value, and have one."""
+        """Name and labels of the optional gauges that currently have a value."""
         made = build_series(NODE, "run", "node", registry=exporter.registry)
         self._gauges = {name: one for name, one in made.items() if isinstance(one, Gauge)}
         self._counters = {
             name: one for name, one in made.items() if isinstance(one, Counter)
         }
-        # Labelled gauges without a value show none, as these did not: workers and generation begin at 0.
+        # A labelled gauge without a value exports no series, so set workers and generation to 0.
         for name in ("node_workers", "node_generation"):
             self.set(name, 0)
         self.add("node_worker_starts_total", 0)
@@ -266,7 +270,7 @@ class _Series:
     def show_memory(
         self, local_rank: str, sizes: Sizes | None, resident: int | None
     ) -> None:
-        """Show a worker's memory of its device and of the host, or none."""
+        """Show a worker's device memory and host memory; None removes the series."""
         for kind, size in zip(
             MEMORY_KINDS, sizes or (None,) * len(MEMORY_KINDS), strict=True
         ):
@@ -274,7 +278,7 @@ class _Series:
         self._set_or_remove("worker_resident_memory_bytes", resident, local_rank)
 
     def _set_or_remove(self, name: str, value: int | None, *labels: str) -> None:
-        """Set a gauge; for None no series of these labels is shown."""
+        """Set a gauge, or remove its series with these labels if ``value`` is None."""
         if value is not None:
             self._gauges[name].labels(*self._place, *labels).set(value)
             self._shown.add((name, *labels))
@@ -290,7 +294,7 @@ class _Series:
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
-    """The values that JSON can hold, as floats."""
+    """Return the numbers that JSON can represent, as floats."""
     numbers = {
         name: float(value)
         for name, value in values.items()
@@ -300,7 +304,7 @@ def _finite(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_resident_bytes(pid: int) -> int | None:
-    """Memory of the host that a process holds, pages that it shares with others included; None where it is
+    """Return the host memory of a process in bytes, including shared pages, or None if the process is
     gone."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf(
@@ -311,6 +315,6 @@ def read_resident_bytes(pid: int) -> int | None:
 
 
 def read_generation(report: Mapping[str, object]) -> int:
-    """The generation that a worker's report names; 0 for anything else."""
+    """Return the generation in a worker's report, or 0 if it is missing or invalid."""
     generation = report.get("generation")
     return generation if type(generation) is int and 0 <= generation < MAX_GENERATION else 0

@@ -1,4 +1,4 @@
-"""The output of workers: into a file each, and on, with the rank in front, to the node's own stderr."""
+"""Copies the output of each worker to a file and, with the rank in front, to the node's own stderr."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,8 @@ _LAST_LINES = 40
 
 
 class WorkerOutput:
-    """Reads one worker's pipe to its end. ``rank`` is asked for each line: it changes with the group."""
+    """Reads one worker's pipe to its end. ``rank`` is called for each line, because it changes with the
+    group."""
 
     def __init__(
         self,
@@ -30,9 +31,9 @@ class WorkerOutput:
         is_forwarded: bool,
         on_output: Callable[[], None],
     ) -> None:
-        """Must be made inside a running event loop.
+        """Create this inside a running event loop.
 
-        A file that cannot be opened is done without, since training can be.
+        If the file cannot be opened, the output is not saved, but training continues.
         """
         self._file: BoundedFile | None = None
         try:
@@ -46,12 +47,13 @@ class WorkerOutput:
         self._on_output = on_output
         self._rest = b""
         self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
-        """The worker's last lines: the frames of an error that was reported in no other way."""
+        """The worker's last lines, which show the traceback of an error that the worker did not report."""
         os.set_blocking(descriptor, False)
         asyncio.get_running_loop().add_reader(descriptor, self.drain)
 
     def drain(self) -> None:
-        """Take what is there. Called by the loop, and once more when the worker has ended."""
+        """Read the available output. The event loop calls this, and it is called once more after the worker
+        ended."""
         while self._descriptor >= 0:
             try:
                 data = os.read(self._descriptor, _BLOCK)
@@ -63,19 +65,19 @@ class WorkerOutput:
                 self.close()
                 return
             self._on_output()
-            # The file is a convenience: a full volume must not end training.
+            # The file is optional: a full volume must not end training.
             if self._file is not None:
                 self._file.write(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
                 self._show(line)
-            # A line without an end would grow for ever.
+            # Split a line without an end, because it would grow forever.
             if len(self._rest) > _LONGEST_LINE:
                 self._show(self._rest)
                 self._rest = b""
 
     def close(self) -> None:
-        """Close pipe and file, once everything is read."""
+        """Close pipe and file after everything is read."""
         if self._descriptor < 0:
             return
         asyncio.get_running_loop().remove_reader(self._descriptor)
@@ -92,7 +94,7 @@ class WorkerOutput:
         if self._is_forwarded:
             rank = self._rank()
             where = f"node {self._node} rank {rank}" if rank >= 0 else f"node {self._node}"
-            # Nobody may read this node's stderr any more, which is no reason to end.
+            # This node's stderr may have no reader any more, which must not end the node.
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.write(f"[{where}] {text}\n")
                 sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The processes of a node's workers as its event loop sees them: records, output and ends."""
+"""Watches the processes of a node's workers on its event loop: their records, output and ends."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from evergrad_trainer.node.workers import Worker, end_orphans
 class WorkerProcesses:
     """Watches workers from their start until they are reaped.
 
-    The worker group gets each record, then the exit code.
+    The worker group receives all records of a worker before its exit code.
     """
 
     def __init__(
@@ -31,15 +31,15 @@ class WorkerProcesses:
         self._workers = worker_group
         self._outputs: dict[int, WorkerOutput] = {}
         self._end_descriptors: dict[int, int] = {}
-        """By serial number: a descriptor that can be read once the worker has ended."""
+        """By serial number: a descriptor that becomes readable when the worker has ended."""
         self._pids: set[int] = set()
 
     def watch(self, worker: Worker) -> None:
-        """Listen to a worker that was just started."""
+        """Begin to watch a worker that was just started."""
         loop = asyncio.get_running_loop()
         loop.add_reader(worker.channel.socket, self._tasks.call, self._read, worker)
-        # Can be read once the worker has ended. Its sentinel is a pipe that its own children hold open, too:
-        # processes that load a script's data would hide the worker's end until they are ended.
+        # The descriptor becomes readable when the worker has ended. The process's sentinel is a pipe that its
+        # child processes also hold open: processes that load a script's data would hide the worker's end.
         try:
             end = os.pidfd_open(worker.pid)
         except (OSError, AttributeError):
@@ -60,7 +60,7 @@ class WorkerProcesses:
         self._pids.add(worker.pid)
 
     def end_orphans(self) -> None:
-        """End what workers had started and have left behind."""
+        """End the processes that workers have started and left behind."""
         end_orphans(known=self._pids)
 
     def _read(self, worker: Worker) -> None:
@@ -71,31 +71,32 @@ class WorkerProcesses:
             asyncio.get_running_loop().remove_reader(worker.channel.socket)
 
     def _reap(self, worker: Worker) -> None:
-        # In this order: what it started ends with it, its last words are read, then its end is judged.
+        # Keep this order: end the worker's descendants, read its last records and output, then report its
+        # end.
         loop = asyncio.get_running_loop()
         worker.process.join()
         self._pids.discard(worker.pid)
         worker.end_descendants()
-        # A process that left its group is this process's child by now. Not at the next tick: this may be the
-        # last worker of a node that ends at once.
+        # A process that left its process group is now a child of this process. Do not wait for the next tick:
+        # this may be the last worker of a node that ends immediately.
         self.end_orphans()
         end = self._end_descriptors.pop(worker.serial)
         loop.remove_reader(end)
         os.close(end)
         with contextlib.suppress(EOFError):
-            # Its last words may still be in the channel.
+            # The worker's last records may still be in the channel.
             while (record := worker.channel.receive(0)) is not None:
                 self._workers().hear(worker, record)
         loop.remove_reader(worker.channel.socket)
         worker.channel.close()
-        # To its end: the last lines are part of what the group is told about this end.
+        # Read the output to its end, because the report of the worker's end contains the last lines.
         output = self._outputs.pop(worker.serial, None)
         if output is not None:
             output.drain()
             output.close()
         code = worker.process.exitcode
         self._workers().end(worker, int(ExitCode.INTERNAL) if code is None else code)
-        # Also where a group that is over had no use for its end: a closed process has no number to look at.
+        # Set this even if the group ignored the end: a closed process has no process id.
         worker.state = "ended"
         worker.process.close()
         worker.last_lines = None

@@ -1,8 +1,8 @@
-"""Reports of a node's workers to their supervisor, as values: messages of the protocol where it has the
-word.
+"""Reports of a node's workers to their supervisor, as values. Messages of the protocol are used where they
+fit.
 
-One way only: a supervisor calls its workers' keeper, and the keeper gives it one of these. Neither then needs
-to know the other's methods, and a test reads a list.
+The supervisor calls its worker group, and the worker group returns these values. The worker group therefore
+needs no method of the supervisor, and a test can read the reports from a list.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,7 @@ from evergrad_trainer.worker import channel
 
 @dataclass(frozen=True)
 class WorkersReady:
-    """All warm workers are out of every group older than ``generation``; ``step``: the newest that one of
-    them holds."""
+    """All warm workers have left every group older than ``generation``. ``step``: the newest step of any."""
 
     generation: int
     workers: int
@@ -32,16 +31,17 @@ class WorkersReady:
 
 @dataclass(frozen=True)
 class WorkersLeft:
-    """All workers have left the run as they were told; ``is_saved``: what was to be saved is."""
+    """All workers have left the run as planned. ``is_saved``: the state was saved, or no save was
+    requested."""
 
     is_saved: bool
 
 
 @dataclass(frozen=True)
 class NoWorkers:
-    """This node cannot have workers, or no longer; ``kind`` says whether another host could.
+    """This node can start no workers, or no more. ``kind`` shows whether another host could.
 
-    ``exit_code``: of the node.
+    ``exit_code``: exit code of the node.
     """
 
     message: str
@@ -65,4 +65,4 @@ Report = (
     | NoWorkers
 )
 """``channel.WorkerResult``: rank 0 reports that the run's end is recorded. ``Result``: all fresh workers have
-ended because the run asked for it. ``Done``: they have ended well."""
+ended because the run requested it. ``Done``: all fresh workers have ended successfully."""

@@ -1,4 +1,4 @@
-"""Puts a node together: settings, workers, supervisor."""
+"""Assembles a node from settings, workers and supervisor, and runs it."""
 
 import asyncio
 import dataclasses
@@ -45,12 +45,12 @@ from evergrad_trainer.worker.setup import open_plan
 
 _log = logging.getLogger(__name__)
 _SETUP_SECONDS = 5.0
-"""Longest time for the members of a group, who are all ready, to meet."""
+"""Longest time in which the members of a group, which are all ready, must connect to each other."""
 
 
 def prepare_process() -> None:
-    """Do once, in a process that will fork workers, what each of them would otherwise pay for."""
-    # Every connection to a store looks up the name of its peer's address; a lost answer would cost 5 s.
+    """Do once, before workers are forked, the slow setup that each worker would otherwise repeat."""
+    # Each connection to a store looks up the name of the peer's address; a lost reply would cost 5 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     torch_private.import_slow_parts()
 
@@ -58,9 +58,9 @@ def prepare_process() -> None:
 def choose_start_method(
     wanted: Literal["auto", "fork", "forkserver", "spawn"], *, num_accelerators: int
 ) -> StartMethod:
-    """How workers are started.
+    """Return how workers are started.
 
-    ``auto`` is fork, which is quickest, unless a forked process could not use the accelerators.
+    ``auto`` selects fork, the fastest method, unless a forked process could not use the accelerators.
     """
     if wanted != "auto":
         return wanted
@@ -71,7 +71,7 @@ def choose_start_method(
         return "spawn"
     if num_accelerators == 0:
         return "fork"
-    # Tried in a child: drivers differ, and a worker that fails at its first kernel says nothing useful.
+    # Try this in a child: drivers differ, and a worker that fails in its first kernel gives no useful error.
     child = os.fork()
     if child == 0:
         try:
@@ -88,7 +88,7 @@ def choose_start_method(
 
 
 def started_later(plan: SessionPlan) -> SessionPlan:
-    """The plan of a process that was not there when the command began: its start-up is its own."""
+    """Return the plan for a process that starts after the command began: its start-up time is its own."""
     return dataclasses.replace(plan, process_start=time.time(), marks={})
 
 
@@ -99,7 +99,7 @@ def run_node(
     num_workers: int,
     start_method: StartMethod,
 ) -> int:
-    """Be a node of a typed run until it is over; returns the exit code."""
+    """Run a node of a typed run until the run is over, and return the exit code."""
     metrics = build_metrics(plan.run.training.metrics, settings)
     serve_workers = _serve_in_process if settings.recovery == "in-process" else _serve_fresh
     with speaking_as(settings.node):
@@ -113,10 +113,11 @@ def run_node(
 async def serve(
     supervisor: Supervisor, worker_group: WorkerGroup, settings: NodeSettings
 ) -> int:
-    """Serve to the end; a node that finds no coordinator waits for it, but not without a word."""
+    """Run the supervisor to its end; log a warning every 10 s while no coordinator responds."""
     address = join_address(settings.coordinator_host, settings.coordinator_port)
 
-    # Before anything is forked: it beats while this process imports, forks and waits for disks.
+    # Start before anything is forked: the heartbeat continues while this process imports, forks and waits for
+    # disks.
     beat = Beat(
         settings.run,
         settings.node,
@@ -125,7 +126,7 @@ async def serve(
     )
     heartbeat = Heartbeat(settings.coordinator_host, settings.coordinator_port, beat)
     heartbeat.start()
-    # Both end with the supervisor: neither knows by itself that the run is over.
+    # Cancel both tasks with the supervisor, because neither ends by itself.
     watches = [
         heartbeat.keep(),
         warn_of_silence(
@@ -154,13 +155,13 @@ async def _serve_in_process(
     stream = open_plan(plan).data.train
 
     def describe_place(step: int, slot: int) -> str:
-        # A person must find out why a worker died on these samples.
+        # A user must be able to find the samples at which a worker died.
         return ", ".join(
             stream.describe(sample) for sample in stream.slot(step, slot).samples
         )
 
     def start(local_rank: int, serial: int) -> Worker:
-        # Workers that replace others did not live through the command's start.
+        # Replacement workers were not part of the command's start.
         own = plan if serial <= num_workers else started_later(plan)
         target = functools.partial(
             run_worker, own, node=int(settings.node), local_rank=local_rank
@@ -194,7 +195,7 @@ async def _serve_fresh(
     captures = _captures(settings)
 
     def start(local_rank: int, serial: int, variables: Mapping[str, str]) -> Worker:
-        # The generation under which it may write: any newer one fences it.
+        # The worker writes under this generation; a newer generation fences it.
         target = functools.partial(
             _run_fresh, plan, generation=supervisor.conversation.known_generation
         )
@@ -217,7 +218,7 @@ async def _serve_fresh(
 def _run_fresh(
     plan: SessionPlan, channel: Channel, heartbeat: WorkerHeartbeat, *, generation: int
 ) -> int:
-    """One worker of a typed run whose world lasts as long as itself."""
+    """Run one worker of a typed run. Its world lasts as long as its process."""
     gc.disable()  # until its first step is done
     return run_session(
         plan,
@@ -229,18 +230,18 @@ def _run_fresh(
 
 
 def _captures(settings: NodeSettings) -> Captures:
-    """A bar is drawn by rank 0 itself, which needs the terminal; a command's only node prints where the
-    command would."""
+    """Return which output goes into a pipe. Rank 0 draws a progress bar itself and needs the terminal; the
+    only node of a command prints to the command's own stdout."""
     return "stderr" if settings.is_only_node or sys.stdout.isatty() else "both"
 
 
 def build_metrics(metrics: Metrics, settings: NodeSettings) -> NodeMetrics:
-    """The node's metrics, with an endpoint where the run asks for one."""
+    """Build the node's metrics, with an endpoint if the run requests one."""
     hurry = threading.Event()
     if metrics.port is None:
         return NodeMetrics(settings.run, settings.node, hurry=hurry)
 
-    # Nodes of one machine share its ports: each takes the next one.
+    # The nodes of one machine share its ports, so each node uses the next port.
     shift = int(settings.node) if metrics.port and settings.shares_host else 0
     exporter = PrometheusExporter(
         settings.run,

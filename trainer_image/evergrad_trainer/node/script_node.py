@@ -1,4 +1,5 @@
-"""A node of a script's run: its workers, and the file and socket by which they see their node."""
+"""Runs a node of a script's run: its workers, and the file and socket through which they observe their
+node."""
 
 import asyncio
 import dataclasses
@@ -26,17 +27,17 @@ from evergrad_trainer.worker.node_state import NodeStateServer
 _log = logging.getLogger(__name__)
 _MARGIN_SECONDS = 1.0
 _LONGEST_SILENCE = 1e6
-"""Seconds that a contact is put back at most: a node that has heard nothing yet says infinity."""
+"""Upper limit for the time since the last contact. It is infinite before the first contact."""
 
 
 def run_script_node(
     script: Script, base_directory: Path, settings: NodeSettings, *, num_workers: int
 ) -> int:
-    """Be a node of a script's run until it is over; returns the exit code."""
+    """Run a node of a script's run until the run is over, and return the exit code."""
     try:
         metrics = build_metrics(script.metrics, settings)
     except ConfigurationError as error:
-        # Its port is that of a training, as far as the endpoint knows.
+        # The endpoint's error names the field of a training, so replace it with the field of a script.
         (problem,) = error.problems
         raise ConfigurationError(
             dataclasses.replace(problem, path="spec.script.metrics.port")
@@ -57,7 +58,7 @@ def run_script_node(
             )
             worker_group = node.build_worker_group(num_workers)
 
-            # Workers look for the state file and the socket as soon as they are started.
+            # Workers need the state file and the socket when they start.
             await node.node_state.start()
             try:
                 return await serve(node.supervisor, worker_group, settings)
@@ -69,7 +70,7 @@ def run_script_node(
 
 
 def with_grace_of(script: Script, settings: NodeSettings) -> NodeSettings:
-    """Settings of a node that does not leave alone before its script has had its time to save."""
+    """Return settings with which the node does not leave alone before its script has had its time to save."""
     return dataclasses.replace(
         settings,
         grace_seconds=max(settings.grace_seconds, float(script.grace_period_seconds)),
@@ -77,13 +78,13 @@ def with_grace_of(script: Script, settings: NodeSettings) -> NodeSettings:
 
 
 def stop_seconds(grace_seconds: float) -> float:
-    """How long a script that was asked to stop may still work: it leaves by itself a moment before its node
-    would kill it."""
+    """Return how many seconds a script may continue after a request to stop, so that it leaves before its
+    node kills it."""
     return grace_seconds - min(_MARGIN_SECONDS, grace_seconds / 10)
 
 
 class _ScriptNode:
-    """The supervisor of a script's workers, with the state file that it keeps true for them."""
+    """The supervisor of a script's workers, and the state file that it keeps up to date for them."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class _ScriptNode:
         *,
         is_warm: bool,
     ) -> None:
-        """``is_warm``: workers are forked from this process, which has imported what they need."""
+        """``is_warm``: fork workers from this process, which has imported what they need."""
         self._script = script
         self._base_directory = base_directory
         self._settings = settings
@@ -109,7 +110,7 @@ class _ScriptNode:
         )
 
     def build_worker_group(self, num_workers: int) -> FreshWorkers:
-        """The script's workers, one set for each generation. Called on the running loop."""
+        """Build the script's workers, a new set for each generation. Call this on the running event loop."""
         self._worker_group = FreshWorkers(
             self._start,
             num_workers=num_workers,
@@ -126,7 +127,8 @@ class _ScriptNode:
         return self._worker_group
 
     def _announce(self) -> None:
-        """Write what workers must know: the generations, the lease and whether the group is left in order."""
+        """Write the state for workers: generations, lease, and whether the workers leave the group in
+        order."""
         conversation = self.supervisor.conversation
         place = self._worker_group.place if self._worker_group is not None else None
         silence = min(conversation.seconds_since_contact, _LONGEST_SILENCE)
@@ -144,7 +146,7 @@ class _ScriptNode:
         serial: int,
         variables: Mapping[str, str],
     ) -> Worker:
-        # Before the worker runs: it would take the generation that the file still has for its own.
+        # Do this before the worker runs: it would use the generation that the file still contains.
         self._announce()
         script, settings = self._script, self._settings
         target = functools.partial(
@@ -156,7 +158,7 @@ class _ScriptNode:
         order = WorkerOrder(
             local_rank, serial, "fork", "both", f"{settings.node}.{local_rank}"
         )
-        # The script's own variables come last, in its process: what it sets itself must win.
+        # The script's own variables are set last, in its process, so that they take precedence.
         own = {
             **variables,
             **self.node_state.environment,

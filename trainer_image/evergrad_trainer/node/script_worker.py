@@ -1,5 +1,4 @@
-"""A worker of ``spec.script``: runs a Python file or module in a warm process, or become an
-executable."""
+"""A worker of ``spec.script``: runs a Python file or module in a warm process, or executes a program."""
 
 import ast
 import atexit
@@ -46,11 +45,10 @@ _LAST_FRAMES = 12
 
 
 def preload(script: Script, base_directory: Path) -> tuple[str, ...]:
-    """Import here, once, what the script will import first, so that forked workers start warm; what was
-    imported.
+    """Import the libraries that the script imports, so that forked workers start warm; return their names.
 
-    Only well-known libraries: importing the user's own modules in another process than the worker could do
-    anything.
+    Only well-known libraries are imported: importing the user's own modules outside the worker could have any
+    side effect.
     """
     path = (
         program_path(script.program, base_directory)
@@ -60,13 +58,14 @@ def preload(script: Script, base_directory: Path) -> tuple[str, ...]:
     names = _names_from(path) if path is not None else {}
     wanted = {"torch", *names}
     loaded = []
-    # In this order, and not the script's: torch first, which all others import.
+    # Use this order instead of the script's order: torch first, because all others import it.
     for name in _WORTH_PRELOADING:
         if name in wanted and importlib.util.find_spec(name) is not None:
             importlib.import_module(name)
             loaded.append(name)
     if "accelerate" in loaded or "transformers" in loaded:
-        # transformers loads each class on first use: here those that every training script uses, and its own.
+        # transformers loads each class on first use. Load the classes that every training script uses, and
+        # the classes that this script imports.
         with contextlib.suppress(Exception):
             from transformers import (  # noqa: F401
                 AutoModelForCausalLM,
@@ -74,7 +73,7 @@ def preload(script: Script, base_directory: Path) -> tuple[str, ...]:
                 TrainingArguments,
             )
         for name in sorted(names.get("transformers", ())):
-            # An error of a name is the script's, whose worker meets it again.
+            # An unknown name is an error of the script, which its worker reports.
             with contextlib.suppress(Exception):
                 getattr(sys.modules.get("transformers"), name)
     return tuple(loaded)
@@ -88,27 +87,27 @@ def run_script(
     base_directory: Path,
     is_warm: bool,
 ) -> int:
-    """Be one worker of a script; returns its exit code.
+    """Run one worker of a script, and return its exit code.
 
     ``is_warm``: run Python in this process instead of a new one.
     """
-    # As in a process that a shell has started: a script without handlers ends by the first SIGTERM, at once.
+    # Behave like a process that a shell has started: SIGTERM ends a script without handlers.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-    # Before the script can change the variables.
+    # Read this before the script can change the variables.
     world_size = read_launch().world_size
     os.environ.update(script.env)
-    # A script may import the files next to it, whatever this process was started with.
+    # A script may import the files next to it, whatever environment this process was started with.
     os.environ.pop("PYTHONSAFEPATH", None)
     os.chdir(working_directory_of(script, base_directory))
     program = script.program
-    # From here on this process is the script: nothing of the node runs in it but the channel.
+    # From here on this process runs the script; of the node, only the channel is active.
     if program.kind == "executable" or not is_warm:
         command = worker_command(
             script, base_directory=base_directory, python=sys.executable
         )
         os.execvp(command[0], command)
-    # This process ends without the interpreter's own end, which would free them: see there.
+    # Keep process groups alive, because this process skips the interpreter's shutdown: see ``keep_groups``.
     torch_private.keep_groups()
     _forget_exit_handlers()
     try:
@@ -120,7 +119,7 @@ def run_script(
 def _run_here(
     channel: Channel, script: Script, base_directory: Path, *, world_size: int
 ) -> int:
-    """Run the program in this process; returns its exit code."""
+    """Run the program in this process, and return its exit code."""
     program = script.program
     try:
         if program.kind == "module":
@@ -133,16 +132,16 @@ def _run_here(
             sys.argv = [path, *program.arguments]
             runpy.run_path(path, run_name="__main__")
     except SystemExit as stop:
-        # As Python itself ends: None is success, and a text is printed and a failure.
+        # Follow Python's rule: None means success; a text is printed and means failure.
         if stop.code is None:
             return int(ExitCode.DONE)
         if isinstance(stop.code, int):
             return stop.code
         print(stop.code, file=sys.stderr)
         return 1
-    except BaseException as error:  # noqa: BLE001 - the user's own error: told to the supervisor, printed, and an exit code
+    except BaseException as error:  # noqa: BLE001 - the user's own error: reported, printed, and an exit code
         traceback.print_exc()
-        # The node gets the error's kind and its last frames.
+        # Send the node the error's kind and its last frames.
         text = "".join(traceback.format_exception(error)[-_LAST_FRAMES:])[-MAX_TEXT:]
         said = fit_text(f"{error}\n{text}")
         kind = kind_of_script_error(error)
@@ -157,10 +156,11 @@ def _run_here(
 
 
 def _forget_exit_handlers() -> None:
-    """Drop what the process that this one was forked from would do at its own exit, such as removing its
-    temporary folders; what the script adds is its own."""
+    """Remove the exit handlers of the process that this process was forked from, such as the removal of its
+    temporary folders. Handlers that the script adds later are kept."""
     atexit._clear()
-    # Finalizers of that process: atexit no longer calls them, and the script's own register again.
+    # Finalizers of the original process. atexit no longer calls them, and the script's own finalizers
+    # register again.
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
     atexit.register(logging.shutdown)
@@ -168,8 +168,8 @@ def _forget_exit_handlers() -> None:
 
 
 def _end_as_python() -> None:
-    """What Python does at the end of a program, before it frees anything: waits for threads that are no
-    daemons, and calls exit handlers. Errors are printed, and change no exit code."""
+    """Do what Python does at the end of a program before it frees objects: wait for threads that are not
+    daemons, and call exit handlers. Errors are printed and do not change the exit code."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -178,7 +178,7 @@ def _end_as_python() -> None:
 
 
 def can_fork() -> str | None:
-    """Why workers must not be forked from this process; None if they may."""
+    """Return why workers must not be forked from this process, or None if they may be."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -187,9 +187,10 @@ def can_fork() -> str | None:
 
 
 def _names_from(path: Path) -> dict[str, set[str]]:
-    """Top-level packages a Python file imports, each with the names it takes from it.
+    """Return the top-level packages that a Python file imports, each with the names that are imported from
+    it.
 
-    Nothing for a file that cannot be read or parsed: its worker will say so.
+    Returns nothing if the file cannot be read or parsed: its worker reports the error.
     """
     names: dict[str, set[str]] = {}
     with contextlib.suppress(OSError, SyntaxError, ValueError):

@@ -8,11 +8,11 @@ from evergrad_coordinator.protocol import Recovery
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """Identity of one node, and where it belongs.
+    """Identity of one node, and its place in the run.
 
-    ``address``: where other nodes reach this one. ``grace_seconds``: from SIGTERM to leaving on its own.
-    ``shares_host``: other nodes have the same ports. ``is_only_node``: of a command for one node, whose rank
-    0 prints where the command prints.
+    ``address``: address at which other nodes reach this node. ``grace_seconds``: time from SIGTERM until the
+    node leaves without a plan. ``shares_host``: other nodes use the same ports. ``is_only_node``: the command
+    runs only this node, so rank 0 prints directly to the command's output.
     """
 
     run: str

@@ -1,12 +1,12 @@
-"""Ends of workers: why one ended is decided here, once, and everybody else reads the answer.
+"""Decides why a worker ended. The decision is made only here, and other modules read the result.
 
 ==========  ========================================================  ======================================
-why         seen as                                                   what follows
+why         condition                                                 consequence
 ==========  ========================================================  ======================================
-asked       any code, after its node told it to stop                  nothing: whoever asked knows what for
-lease_lost  code ``LEASE_LOST``, which ``evergrad.elastic`` ends with  its group has lost this member, no more
-done        0                                                         this node has done its part
-run_stop    75 or 76                                                  the run itself wanted to stop: it ends
+asked       any code, after the node requested the worker to stop     none here; the requester continues
+lease_lost  code ``LEASE_LOST``, used by ``evergrad.elastic``         the group has lost only this member
+done        0                                                         the worker has completed its part
+run_stop    75 or 76                                                  the run itself stopped, so it ends
 failed      any other code, or a signal                               the group is broken, with a cause
 ==========  ========================================================  ======================================
 """
@@ -27,7 +27,7 @@ from evergrad_trainer.worker.peer_failures import is_peer_failure
 
 _SAVED = (ExitCode.DONE, ExitCode.STOPPED_SAVED)
 _RETRIES = 3
-"""Failures of this host in a row, without progress, after which another host must try."""
+"""Failures of this host in a row, without progress, after which the run must continue on another host."""
 
 
 class Why(StrEnum):
@@ -44,7 +44,7 @@ class Why(StrEnum):
 class WorkerEnd:
     """How one worker ended.
 
-    ``cause``, ``kind``, ``text`` and ``is_final`` describe the trouble, where there was any.
+    ``cause``, ``kind``, ``text`` and ``is_final`` describe the problem, if there was one.
     """
 
     why: Why
@@ -53,19 +53,19 @@ class WorkerEnd:
     kind: ErrorKind = ErrorKind.INTERNAL
     text: str = ""
     step: int = -1
-    """Newest finished step, as far as the worker has said."""
+    """Newest finished step that the worker has reported; -1 if unknown."""
     is_final: bool = False
     trouble: str = ""
-    """One of causes.TROUBLES, for an error of a volume."""
+    """One of causes.TROUBLES if a volume failed, and empty otherwise."""
 
     @property
     def is_saved(self) -> bool:
-        """Whether its state was saved, or it had none to save."""
+        """Whether the worker's state was saved, or it had none to save."""
         return self.exit_code in _SAVED
 
 
 def decide_why(exit_code: int, *, was_asked: bool) -> Why:
-    """Why a worker of one group ended. ``was_asked``: its node had told it to stop before."""
+    """Return why a fresh worker ended. ``was_asked``: its node had requested it to stop."""
     if was_asked:
         return Why.ASKED
     if exit_code == LEASE_LOST:
@@ -82,15 +82,16 @@ def decide_why(exit_code: int, *, was_asked: bool) -> Why:
 def describe_lasting_end(
     worker: Worker, exit_code: int, *, describe_place: Callable[[int, int], str]
 ) -> WorkerEnd:
-    """The end, unasked, of a worker that outlives its groups.
+    """Describe the unrequested end of a worker that outlives its groups.
 
-    ``describe_place(step, slot)`` names the samples that a worker was computing which reported no error.
+    ``describe_place(step, slot)`` names the samples of a slot. It is used if the worker reported no error
+    itself.
     """
     step, slot = worker.heartbeat.step, worker.heartbeat.slot
     if worker.failure is not None:
         end = _describe_failure(worker.failure, exit_code)
     elif worker.has_hung:
-        # The same start succeeds elsewhere, or here later: a mount or a device that does not answer.
+        # The same start may succeed on another host, or here later: a mount or device did not respond.
         kind, text = ErrorKind.ENVIRONMENT, "hung in its start"
         end = WorkerEnd(Why.FAILED, exit_code, "environment", kind, text)
     else:
@@ -103,7 +104,7 @@ def describe_lasting_end(
 def describe_worker_end(
     worker: Worker, exit_code: int, *, was_asked: bool, world_size: int
 ) -> WorkerEnd:
-    """The end of a worker that lives for one group of ``world_size``."""
+    """Describe the end of a worker that lives for one group of ``world_size`` ranks."""
     why = decide_why(exit_code, was_asked=was_asked)
     if why is Why.LEASE_LOST:
         text = "the node had no contact with the coordinator for longer than its lease"
@@ -113,14 +114,14 @@ def describe_worker_end(
     if worker.failure is not None:
         return _describe_failure(worker.failure, exit_code)
     end = _describe_silent(worker, exit_code, world_size=world_size)
-    # A script's own word: what it was given is wrong.
+    # A script uses this exit code to report that its input is wrong.
     return replace(end, is_final=exit_code == ExitCode.USER_ERROR)
 
 
 def _describe_silent(
     worker: Worker, exit_code: int, *, world_size: int, place: str = ""
 ) -> WorkerEnd:
-    """The end of a worker that failed without a word."""
+    """Describe the end of a worker that failed without reporting an error."""
     oom = worker.was_oom_killed()
     text = worker.why_killed or describe_end(exit_code, was_oom=oom) + place
     if worker.last_lines is not None and exit_code > 0:
@@ -142,11 +143,12 @@ _CAUSES: dict[ErrorKind, BreakCause] = {
 
 
 def _describe_failure(failure: Failed, exit_code: int) -> WorkerEnd:
-    """The end of a worker that has reported its error itself, with the kind that it had where it arose."""
+    """Describe the end of a worker that reported its error; the error's kind was decided where it was
+    raised."""
     kind = failure.kind
     text = f"{failure.error}: {failure.text}"
     cause: BreakCause = _CAUSES.get(kind, "user_error")
-    # Trouble of a host ends no run, however many saw it: another host may do better.
+    # A problem of a host never ends the run, even if all ranks agree: another host may not have it.
     is_final = (
         failure.is_final or failure.is_agreed or exit_code == ExitCode.USER_ERROR
     ) and kind is not ErrorKind.ENVIRONMENT
@@ -163,7 +165,7 @@ def _describe_failure(failure: Failed, exit_code: int) -> WorkerEnd:
 
 
 def build_broken(worker: Worker, end: WorkerEnd, *, generation: int) -> Broken:
-    """Build the message about a worker that its group must do without."""
+    """Build the message about a worker that has left its group because of a failure."""
     return Broken(
         generation,
         end.cause,
@@ -177,8 +179,8 @@ def build_broken(worker: Worker, end: WorkerEnd, *, generation: int) -> Broken:
 
 
 class HostTrouble:
-    """Counts the failures of this host: tried again here some times, with a growing pause, then left to
-    another host."""
+    """Counts the failures of this host. Each is followed by a longer pause; after the third in a row, another
+    host must take over."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -186,8 +188,8 @@ class HostTrouble:
         self._at = float("-inf")
 
     def note(self, step: int) -> float | None:
-        """One more failure, after ``step``: the pause before the next attempt, in seconds, or None to give
-        up."""
+        """Count a failure after ``step``. Returns the pause before the next attempt in seconds, or None to
+        give up."""
         now = time.monotonic()
         if step > self._step or now - self._at > UNDISTURBED_SECONDS:
             self._count = 0

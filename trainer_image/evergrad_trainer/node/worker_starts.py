@@ -1,5 +1,5 @@
-"""Starts a node's lasting workers, and starts others in the place of those that ended: after a pause, and not
-for ever."""
+"""Starts a node's lasting workers, and replaces workers that ended, after a pause and a limited number of
+times."""
 
 import logging
 import time
@@ -12,23 +12,25 @@ from evergrad_trainer.node.workers import Worker
 
 _log = logging.getLogger(__name__)
 RESTART_SECONDS = 1.0
-"""Before a lost worker is started again: building a model beside them would slow down those that are about to
-continue."""
+"""Pause before a lost worker is started again: building its model meanwhile would slow down the workers that
+are about to continue."""
 _LONGEST_PAUSE = 10.0
 _SIBLINGS_SECONDS = 120.0
-"""Longest time that the first warm worker waits for the others at the start, and that any later one may take
-to start where the first has shown how long it lasts: a worker may hang for ever."""
+"""Longest time that the first warm worker waits for the others at the start. Later starts may also take this
+long at most, or 3 times the longest successful start. Without a limit, a hung start would be waited for
+forever."""
 _ALONE_SECONDS = 900.0
-"""Longest time for a start if none has succeeded on this node: its usual length is not known yet."""
+"""Longest time for a start if none has succeeded on this node, because its usual duration is not known
+yet."""
 _START_FACTOR = 3.0
 """A start may take this many times the longest one so far, if that is more than _SIBLINGS_SECONDS."""
 _FAILED_STARTS = 3
-"""Workers that ended before they were warm, in a row, after which the node gives up."""
+"""Number of workers in a row that ended before they were warm, after which the node gives up."""
 
 
 class WorkerStarts:
-    """The workers that run, by local rank, and those that are to be started at a time of the
-    monotonic clock."""
+    """The running workers by local rank, and the workers that are due to start at a time of the monotonic
+    clock."""
 
     def __init__(
         self,
@@ -41,13 +43,13 @@ class WorkerStarts:
         self._num_workers = num_workers
         self.workers: dict[int, Worker] = {}
         self.are_over = False
-        """From here on no worker is started."""
+        """If true, no more workers are started."""
         self.has_started = False
-        """Whether each worker has been warm, or one has ended or hangs: from here on the node counts those
-        that are."""
+        """Whether the first start is over, because each worker was warm, or one has ended or hangs. From then
+        on, the node's capacity is the number of its warm workers."""
         self._first_warm_at: float | None = None
         self._longest_start = 0.0
-        """Seconds, of the starts that succeeded."""
+        """Duration of the longest successful start, in seconds."""
         self._serial = 0
         self._failed_starts = 0
         self._trouble = HostTrouble()
@@ -55,7 +57,7 @@ class WorkerStarts:
 
     @property
     def warm(self) -> list[Worker]:
-        """Workers that could take part in a group, by local rank."""
+        """Return the workers that can take part in a group, sorted by local rank."""
         return sorted(
             (one for one in self.workers.values() if one.is_warm),
             key=lambda one: one.local_rank,
@@ -66,7 +68,7 @@ class WorkerStarts:
             self._start(local_rank)
 
     def start_due(self, now: float) -> None:
-        """Start the workers whose time has come."""
+        """Start the workers that are due."""
         due, self._due = (
             [one for one in self._due if one[0] <= now],
             [one for one in self._due if one[0] > now],
@@ -75,8 +77,8 @@ class WorkerStarts:
             self._start(local_rank)
 
     def note_warm(self, worker: Worker) -> None:
-        """One more worker is warm."""
-        # Starts that failed before say nothing about a host on which one has succeeded since.
+        """Record that one more worker is warm."""
+        # Do not count earlier failures, because a start has now succeeded on this host.
         self._failed_starts = 0
         self._longest_start = max(self._longest_start, time.monotonic() - worker.started_at)
         if self._first_warm_at is None:
@@ -84,7 +86,7 @@ class WorkerStarts:
         self.has_started |= all(one.is_warm for one in self.workers.values())
 
     def stop_waiting(self, now: float) -> bool:
-        """Wait no longer for workers that hang in their start; whether this is the moment."""
+        """Stop waiting for workers that hang at the start; return whether this call ended the wait."""
         if (
             self.has_started
             or self._first_warm_at is None
@@ -95,11 +97,11 @@ class WorkerStarts:
         return True
 
     def kill_hung(self, now: float) -> None:
-        """Kill the workers in whose start nothing has moved for longer than a start may last; their ends have
-        them replaced.
+        """Kill workers whose start has made no progress for longer than allowed; they are replaced when they
+        have ended.
 
-        Weights of hundreds of gigabytes take long on any host, and killing their reader would make them take
-        for ever.
+        A worker that still reads weights makes progress: hundreds of gigabytes take long on any host, and
+        killing the reader would start the read again from the beginning.
         """
         patience = (
             _ALONE_SECONDS
@@ -109,7 +111,8 @@ class WorkerStarts:
         for worker in self.workers.values():
             if worker.heartbeat.moved_bytes > worker.moved_bytes:
                 worker.moved_bytes, worker.moved_at = worker.heartbeat.moved_bytes, now
-            # Counted from the first warm worker at the earliest: only that shows how long a start lasts.
+            # Count from the first warm worker at the earliest, because only that shows how long a start
+            # takes.
             waited = now - max(
                 worker.started_at, worker.moved_at, self._first_warm_at or 0.0
             )
@@ -123,7 +126,7 @@ class WorkerStarts:
                 worker.kill()
 
     def remove(self, worker: Worker) -> None:
-        """Its process has ended."""
+        """Remove a worker whose process has ended."""
         if self.workers.get(worker.local_rank) is worker:
             del self.workers[worker.local_rank]
 
@@ -134,11 +137,13 @@ class WorkerStarts:
         *,
         was_warm: bool,
     ) -> NoWorkers | None:
-        """Start another one in its place after a pause; why not, where this host has failed too often."""
-        # Before it was warm nothing is known to be wrong with the run; after, the group counts the failure.
+        """Plan a replacement after a pause. Returns None, or a report if this host has failed too often."""
+        # A worker that was never warm says nothing about the run; a failure of a warm worker is counted by
+        # the group.
         if not was_warm:
             if end.kind is ErrorKind.INPUT and self._first_warm_at is None:
-                # Wrong input at the first start: no retry cures it, and no group of this node ends by it.
+                # The input was wrong at the first start: a retry would fail again, and no group exists that
+                # would end.
                 return NoWorkers(end.text, end.kind, ExitCode.USER_ERROR)
             self._failed_starts += 1
             if self._failed_starts >= _FAILED_STARTS:
@@ -158,7 +163,7 @@ class WorkerStarts:
         return None
 
     def _start(self, local_rank: int) -> None:
-        # A worker that is due may still be in the list when the run ends.
+        # A due worker may still be in the list when the run ends.
         if not self.are_over:
             self._serial += 1
             self.workers[local_rank] = self._start_process(local_rank, self._serial)

@@ -1,5 +1,5 @@
-"""AdamW with decay groups, its state allocated from the beginning; sharded or whole, an element gets the same
-update."""
+"""AdamW with decay groups. Its state is allocated from the beginning, and an element gets the same update
+whether or not its tensor is sharded."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, overload
@@ -16,8 +16,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW; where ranks hold parts of tensors on the CPU, each part gets the bits of the whole
-    tensor."""
+    """torch's fused AdamW. If ranks hold parts of tensors on the CPU, each part gets the same bits as in the
+    whole tensor."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -33,14 +33,14 @@ class AdamW(torch.optim.AdamW):
         ]
         on_host = [parameter for parameter in parameters if not parameter.is_cuda]
         if not any(isinstance(parameter, DTensor) for parameter in on_host):
-            # Whole tensors, or an accelerator, whose kernel works on each element alone.
+            # Whole tensors, or tensors on an accelerator, whose kernel computes each element independently.
             loss: float | None = super().step(closure)
             return loss
         if closure is not None:
             raise ValueError("a sharded AdamW takes no closure")
         for group in self.param_groups:
-            # Parts of one group that have seen as many updates go to the kernel together: all of them, in
-            # ordinary training.
+            # Update all parts of a group with the same number of updates in one kernel call: in ordinary
+            # training, these are all parts.
             by_updates: dict[float, list[TensorPart]] = {}
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -56,7 +56,7 @@ class AdamW(torch.optim.AdamW):
                 )
                 updates = float(state["step"])
                 by_updates.setdefault(updates, []).append(part)
-                # As torch does: counted before the update.
+                # Count before the update, as torch does.
                 state["step"] += 1
             for updates, parts in by_updates.items():
                 update_parts(
@@ -71,15 +71,16 @@ class AdamW(torch.optim.AdamW):
 
 
 def build_adamw(model: nn.Module, settings: Optimizer) -> AdamW:
-    """AdamW (fused) over the trainable parameters of ``model``; vectors (norms, biases) are not decayed."""
+    """Build a fused AdamW over the trainable parameters of ``model``. Vectors (norms, biases) are not
+    decayed."""
     return adamw_over(group_parameters(model, settings), settings)
 
 
 def adamw_over(groups: Sequence[Group], settings: Optimizer) -> AdamW:
-    """AdamW (fused) over ``groups``.
+    """Build a fused AdamW over ``groups``.
 
-    The state is allocated at once, so that a checkpoint can be loaded into it and memory does not grow in the
-    first step.
+    The state is allocated immediately, so that a checkpoint can be loaded into it and memory does not grow in
+    the first step.
     """
     optimizer = AdamW(
         list(groups),
@@ -89,7 +90,7 @@ def adamw_over(groups: Sequence[Group], settings: Optimizer) -> AdamW:
         fused=True,
     )
     for parameter in [one for group in groups for one in group["params"]]:
-        # On the device: the fused kernel counts there, and the host need not wait for it.
+        # Keep the count on the device: the fused kernel counts there, and the host need not wait for it.
         count = torch.zeros((), dtype=torch.float32, device=parameter.device)
         moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
         optimizer.state[parameter] = {"step": count, **moments}
@@ -97,13 +98,14 @@ def adamw_over(groups: Sequence[Group], settings: Optimizer) -> AdamW:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, as a flat view."""
+    """Return this rank's part of a tensor as a flat view."""
     held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return held.detach().view(-1)
 
 
 def _begin(parameter: torch.Tensor) -> int:
-    """Where this rank's part of a tensor that is sharded by rows begins, in elements of the whole."""
+    """Return the offset, in elements of the whole tensor, of this rank's part; tensors are sharded by
+    rows."""
     if not isinstance(parameter, DTensor):
         return 0
     if parameter.ndim == 0 or _local(parameter).numel() == 0:

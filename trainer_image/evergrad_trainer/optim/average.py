@@ -56,7 +56,7 @@ class Average:
         self._updates = int(values.get(UPDATES, 0))
 
     def reset(self) -> None:
-        """Forget all updates."""
+        """Reset the number of updates to 0."""
         self._updates = 0
         for tensor in self._average.values():
             tensor.zero_()

@@ -1,7 +1,8 @@
-"""The optimizer that the file names.
+"""Builds the optimizer that the file names.
 
-Each keeps its state in ``optimizer.state``, allocated at once and zero, so that a checkpoint can be loaded
-into it and memory does not grow in the first step; between two steps it changes nothing.
+Each optimizer keeps its state in ``optimizer.state``, which is allocated immediately and filled with zeros,
+so that a checkpoint can be loaded into it and memory does not grow in the first step. Between two steps the
+optimizer changes nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +26,13 @@ OPTIMIZERS: Final[Mapping[str, Builder]] = {
     "muon": build_muon,
     "adafactor": lambda model, groups, settings: build_adafactor(groups, settings),
 }
-"""``spec.training.optimizer.type`` → what builds it over groups of parameters of a model."""
+"""Builder of an optimizer over groups of parameters, by ``spec.training.optimizer.type``."""
 
 
 def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
-    """The optimizer of ``settings`` over the trainable parameters of ``model``. Raises ModelError where a
-    group of the file names none."""
+    """Build the optimizer of ``settings`` over the trainable parameters of ``model``.
+
+    Raises ModelError if a pattern of a group in the file matches no trainable parameter.
+    """
     groups = group_parameters(model, settings)
     return OPTIMIZERS[settings.type](model, groups, settings)

@@ -1,8 +1,8 @@
-"""Lion and SGD: optimizers whose update of an element depends on that element alone.
+"""Lion and SGD: optimizers whose update of an element depends only on that element.
 
-Each operation rounds once: products and sums are taken apart, where torch would fuse them in the body of a
-tensor and, by compiler and processor, perhaps not at its end. An element so gets the same bits wherever its
-tensor is cut and whatever processor computes it.
+Each operation rounds once: products and sums are separate operations. torch would fuse them in the middle of
+a tensor but, depending on compiler and processor, perhaps not at its end. Separate operations give an element
+the same bits however its tensor is sharded and whichever processor computes it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +18,11 @@ _SGD = "momentum_buffer"
 
 
 class _Elementwise(torch.optim.Optimizer):
-    """A loop over tensors, since a list of them at once would need as much memory again as the weights."""
+    """Loops over tensors, because a list of all updates would need as much additional memory as the
+    weights."""
 
     def __init__(self, groups: Sequence[Group], slots: Sequence[str]) -> None:
-        """``slots``: names of the tensors that are kept for each parameter, zero at the beginning."""
+        """``slots``: names of the tensors that are kept for each parameter; they begin as zeros."""
         super().__init__(groups, {})
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -51,13 +52,13 @@ class _Elementwise(torch.optim.Optimizer):
     def direction(
         self, gradient: torch.Tensor, state: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """The direction that the weights move against, in memory of its own; the state is brought up to
-        date."""
+        """Return the direction that is subtracted from the weights, in new memory, and update the state."""
         raise NotImplementedError
 
 
 class Lion(_Elementwise):
-    """Chen et al. 2023, Symbolic Discovery of Optimization Algorithms, algorithm 2: the sign of a mean."""
+    """Lion (Chen et al. 2023, Symbolic Discovery of Optimization Algorithms, algorithm 2): the sign of a
+    mean."""
 
     def __init__(self, groups: Sequence[Group], *, betas: tuple[float, float]) -> None:
         super().__init__(groups, (_LION,))
@@ -66,7 +67,7 @@ class Lion(_Elementwise):
     def direction(
         self, gradient: torch.Tensor, state: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """sign(β1 m + (1 - β1) g); then m becomes β2 m + (1 - β2) g."""
+        """Return sign(β1 m + (1 - β1) g); then set m to β2 m + (1 - β2) g."""
         mean, (first, second) = state[_LION], self._betas
         update = mean.mul(first).add_(gradient.mul(1 - first)).sign_()
         mean.mul_(second).add_(gradient.mul(1 - second))
@@ -74,8 +75,8 @@ class Lion(_Elementwise):
 
 
 class Sgd(_Elementwise):
-    """SGD with momentum as torch has it (no dampening), with decoupled decay: Loshchilov and Hutter 2019,
-    algorithm 1."""
+    """SGD with momentum as in torch (no dampening), and decoupled decay (Loshchilov and Hutter 2019,
+    algorithm 1)."""
 
     def __init__(self, groups: Sequence[Group], *, momentum: float, nesterov: bool) -> None:
         super().__init__(groups, (_SGD,) if momentum else ())
@@ -84,7 +85,7 @@ class Sgd(_Elementwise):
     def direction(
         self, gradient: torch.Tensor, state: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """m becomes μ m + g; the result is m, or g + μ m with Nesterov's look ahead."""
+        """Set m to μ m + g; return m, or g + μ m with Nesterov momentum."""
         if not self._momentum:
             return gradient.clone()
         total = state[_SGD]
@@ -93,10 +94,10 @@ class Sgd(_Elementwise):
 
 
 def build_lion(groups: Sequence[Group], settings: Optimizer) -> Lion:
-    """Lion over ``groups``."""
+    """Build Lion over ``groups``."""
     return Lion(groups, betas=settings.betas)
 
 
 def build_sgd(groups: Sequence[Group], settings: Optimizer) -> Sgd:
-    """SGD over ``groups``."""
+    """Build SGD over ``groups``."""
     return Sgd(groups, momentum=settings.momentum, nesterov=settings.nesterov)

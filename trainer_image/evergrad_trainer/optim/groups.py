@@ -1,4 +1,4 @@
-"""Which parameters share a learning rate and a weight decay, and how the rate of a step reaches them."""
+"""Groups parameters that share a learning rate and a weight decay, and sets the learning rate of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ from evergrad_manifest.training import Optimizer, ParameterGroup
 from evergrad_trainer.base.errors import ModelError
 
 Group = dict[str, Any]
-"""A group of parameters as torch has them, with the ratio of its learning rate to the schedule's."""
+"""A group of parameters in torch's form, with the ratio of its learning rate to the rate of the schedule."""
 
 _RATIO = "learning_rate_ratio"
 _MOST_NAMED = 4
 
 
 def group_parameters(model: nn.Module, settings: Optimizer) -> list[Group]:
-    """The trainable parameters of ``model`` by what they have in common: decay, and ratio of the rate.
+    """Group the trainable parameters of ``model`` by weight decay and ratio of the learning rate.
 
-    Matrices come before vectors, which are not decayed unless a group of the file says so. Raises ModelError
-    where a pattern of the file names no trainable parameter.
+    Matrices come before vectors. Vectors are not decayed unless a group of the file sets their decay. Raises
+    ModelError if a pattern of the file matches no trainable parameter.
     """
     raise_if(unmatched_patterns(model, settings.groups), ModelError)
-    # The first group that names a parameter has it.
+    # A parameter belongs to the first group that matches it.
     chosen: dict[nn.Parameter, ParameterGroup] = {}
     for one in settings.groups:
         for name, parameter in _trained(model):
@@ -57,7 +57,8 @@ def group_parameters(model: nn.Module, settings: Optimizer) -> list[Group]:
 
 
 def unmatched_patterns(model: nn.Module, groups: Sequence[ParameterGroup]) -> list[Problem]:
-    """A problem for each pattern that names no trained parameter of ``model``, and so would do nothing."""
+    """Return a problem for each pattern that matches no trained parameter of ``model`` and so has no
+    effect."""
     names = [name for name, _ in _trained(model)]
     problems = []
     for index, group in enumerate(groups):
@@ -78,7 +79,7 @@ def unmatched_patterns(model: nn.Module, groups: Sequence[ParameterGroup]) -> li
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Name and parameter of what is trained; a weight that two modules share has two names."""
+    """Return name and parameter of each trained parameter; a weight that two modules share has two names."""
     return [
         (name, parameter)
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -87,14 +88,15 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """The rate of the next update, for each group at its ratio."""
+    """Set the learning rate of the next update: in each group, ``learning_rate`` times the group's ratio."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get(_RATIO, 1.0)
 
 
 @dataclass(frozen=True)
 class HeldParameters:
-    """This rank's parts of each parameter that has a gradient; all share the memory of the whole's."""
+    """This rank's parts of a parameter with a gradient. They share the memory of the parameter's own
+    tensors."""
 
     group: Group
     weights: torch.Tensor
@@ -103,7 +105,7 @@ class HeldParameters:
 
 
 def parts_held(optimizer: torch.optim.Optimizer) -> Iterator[HeldParameters]:
-    """Each parameter of ``optimizer`` that has a gradient, as far as this rank holds it."""
+    """Yield this rank's part of each parameter of ``optimizer`` that has a gradient."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:

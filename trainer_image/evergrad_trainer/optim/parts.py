@@ -1,14 +1,13 @@
 """An AdamW update whose result for an element does not depend on which part of its tensor a process holds.
 
-torch's fused kernel on the CPU works through a tensor in vectors, and does what is left at its end one
-element at a time, with other roundings. Cut a tensor in two and, of 3 million results, a few differ in the
-last bit: tools/benchmarks/adamw_cuts.py measures it. ``foreach`` and the plain loop do not depend on cuts,
-but take several passes over memory where the fused kernel takes one, and their bits are not those that runs
-have had so far.
+torch's fused kernel on the CPU processes a tensor in vectors, and the remaining elements at its end one at a
+time, with different rounding. If a tensor is cut in two, a few of 3 million results differ in the last bit:
+tools/benchmarks/adamw_cuts.py measures this. ``foreach`` and the plain loop do not depend on cuts, but read
+memory several times where the fused kernel reads it once, and their bits differ from those of existing runs.
 
-The kernel's threads and vectors begin at multiples of a cache line. A part is therefore updated line by line:
-lines that are whole in place, and the two that others hold a part of as copies, at the same places as in the
-whole tensor.
+The kernel's threads and vectors begin at multiples of a cache line. A part is therefore updated line by line.
+Whole lines are updated in place. Lines at the ends, which other ranks hold partly, are updated as copies, at
+the same offsets as in the whole tensor.
 """
 
 import itertools
@@ -23,8 +22,10 @@ _LINE_BYTES = 64
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Elements [begin, begin + n) of a tensor of ``total`` elements: its flat weights, gradient and moments,
-    n elements each."""
+    """Elements [begin, begin + n) of a tensor with ``total`` elements.
+
+    Weights, gradient and moments are flat, with n elements each.
+    """
 
     weights: torch.Tensor
     gradient: torch.Tensor
@@ -35,7 +36,7 @@ class TensorPart:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The four, in the order in which torch takes them."""
+        """Return the four tensors in the order in which torch takes them."""
         return self.weights, self.gradient, self.exp_avg, self.exp_avg_sq
 
 
@@ -50,9 +51,9 @@ def update_parts(
 ) -> None:
     """Update weights and moments of all parts in place, on the CPU.
 
-    ``updates``: how many the moments have seen before.
+    ``updates``: number of earlier updates of the moments.
     """
-    # The kernel takes four lists of equal length: lines of all parts go to it together.
+    # The kernel takes four lists of equal length, which contain the lines of all parts.
     columns: tuple[list[torch.Tensor], ...] = ([], [], [], [])
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for part in parts:
@@ -64,7 +65,7 @@ def update_parts(
             ):
                 own = tensor[start:end]
                 if is_cut:
-                    # Others hold the rest of this line: zeros stand in for it, and their results are dropped.
+                    # Other ranks hold the rest of this line. Fill it with zeros, whose results are discarded.
                     line = torch.zeros(line_end - line_begin, dtype=tensor.dtype)
                     place = line[place_in_line : place_in_line + end - start]
                     place.copy_(own)
@@ -72,7 +73,7 @@ def update_parts(
                         copies.append((own, place))
                     own = line
                 column.append(own)
-    # One call for all lines; it counts updates for each of them.
+    # One call for all lines; the kernel counts the update for each of them.
     weights, gradients, exp_avgs, exp_avg_sqs = columns
     counts = [torch.tensor(float(updates)) for _ in weights]
     adamw(
@@ -91,16 +92,16 @@ def update_parts(
         eps=epsilon,
         maximize=False,
     )
-    # This part's elements of the lines that others hold a part of.
+    # Copy back this part's elements of lines that other ranks hold partly.
     for own, place in copies:
         own.copy_(place)
 
 
 def plan_lines(part: TensorPart) -> list[tuple[int, int, int, int]]:
-    """(start, end, line_begin, line_end): elements of the part that are updated together, and the lines of
-    the whole around them.
+    """Return (start, end, line_begin, line_end) for each range of elements that is updated together.
 
-    The kernel's rest, at the end of the whole tensor, is a line of its own: a shorter one.
+    ``start`` and ``end`` are offsets in the part. The lines around them, ``line_begin`` to ``line_end``, are
+    offsets in the whole tensor. The remaining elements at the end of the whole tensor form a shorter line.
     """
     line = _LINE_BYTES // part.weights.element_size()
     begin = part.begin
@@ -108,7 +109,7 @@ def plan_lines(part: TensorPart) -> list[tuple[int, int, int, int]]:
     rest = part.total - part.total % line
     first_line_end = -(-begin // line) * line
     last_line_begin = end // line * line
-    # A part is split after its first line, before its last one, and where the rest begins.
+    # Split a part after its first line, before its last line, and where the remaining elements begin.
     borders = {begin, end, min(first_line_end, end), max(last_line_begin, begin)}
     if begin < rest < end:
         borders.add(rest)

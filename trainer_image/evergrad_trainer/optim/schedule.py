@@ -1,7 +1,7 @@
-"""Learning rate as a pure function of the step: nothing to save, nothing to restore.
+"""The learning rate as a pure function of the step, so that nothing needs to be saved or restored.
 
-A schedule is a warm-up and a curve. The curve is registered by name in :data:`CURVES`, the way from one ratio
-to another in :data:`SHAPES`.
+A schedule is a warm-up and a curve. Curves are registered by name in :data:`CURVES`, and the transitions
+between two ratios in :data:`SHAPES`.
 """
 
 import math
@@ -15,7 +15,7 @@ from evergrad_manifest.training.steps import steps_of
 
 @dataclass(frozen=True)
 class Point:
-    """A step of the curve, the ratio to the peak that it has, and the shape of the way to it."""
+    """A step of the curve, the ratio to the peak at this step, and the shape of the transition to it."""
 
     step: int
     ratio: float
@@ -24,13 +24,13 @@ class Point:
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Learning rate of step s, for s from 1 to ``total_steps`` and beyond (it stays at its last value).
+    """Learning rate of step s, for s from 1 to ``total_steps`` and beyond, where it keeps its last value.
 
     Warm-up rises linearly from ``start_ratio`` (step 0) and reaches the peak at step ``warmup_steps``.
-    ``wsd`` then stays, and decays over its last ``decay_steps``; ``linear``, ``cosine`` and ``polynomial``
-    decay from the end of the warm-up. All of these are on their way to ``peak * minimum_ratio``, which the
-    step after the last would have: a last step at rate 0 would be wasted. ``pieces`` reach the ratio of each
-    point at its step.
+    ``wsd`` then keeps the peak, and decays over its last ``decay_steps``; ``linear``, ``cosine`` and
+    ``polynomial`` decay from the end of the warm-up. All of these would reach ``peak * minimum_ratio`` one
+    step after the last step, because a last step with rate 0 would be wasted. ``pieces`` reaches the ratio of
+    each point at its step.
     """
 
     type: str
@@ -40,15 +40,15 @@ class LearningRate:
     decay_steps: int
     minimum_ratio: float
     peaks: tuple[tuple[int, float], ...] = ()
-    """First step and peak of each override, ascending: the same shape, at another height."""
+    """First step and peak of each override, ascending. An override scales the curve and keeps its shape."""
     start_ratio: float = 0.0
     decay_shape: str = "linear"
     power: float = 1.0
     points: tuple[Point, ...] = ()
-    """Ends of the pieces, ascending."""
+    """Ends of the pieces, ascending by step."""
 
     def __call__(self, step: int) -> float:
-        # Overrides move the whole curve: warm-up and decay keep their steps and their shape.
+        # An override scales the whole curve: the steps and shapes of warm-up and decay stay the same.
         peak = value_at(step, self.peak, self.peaks)
         if step < self.warmup_steps:
             if not self.start_ratio:
@@ -58,20 +58,22 @@ class LearningRate:
         return peak * CURVES[self.type](self, step)
 
     def share_of_decay(self, step: int, length: int) -> float:
-        """How much of a decay over the last ``length`` steps is done: from 0 to 1, which the step after the
-        last has."""
-        # From the step before, so that the last step of the horizon is still above the minimum.
+        """Return how much of a decay over the last ``length`` steps is done, from 0 to 1.
+
+        The value would be 1 one step after the last step.
+        """
+        # Count from the previous step, so that the rate of the last step is still above the minimum.
         done = step - 1 - (self.total_steps - length)
         return 0.0 if done <= 0 or length == 0 else min(1.0, done / length)
 
     @property
     def after_warmup(self) -> int:
-        """Steps behind the warm-up."""
+        """Number of steps after the warm-up."""
         return self.total_steps - self.warmup_steps
 
 
 def _decaying(shape: str) -> Callable[[LearningRate, int], float]:
-    """A decay of one shape over all steps behind the warm-up."""
+    """Return a curve that decays in one shape over all steps after the warm-up."""
 
     def value(rate: LearningRate, step: int) -> float:
         share = rate.share_of_decay(step, rate.after_warmup)
@@ -108,14 +110,15 @@ CURVES: Final[Mapping[str, Callable[[LearningRate, int], float]]] = {
     "inverseSquareRoot": lambda rate, step: math.sqrt(max(1, rate.warmup_steps) / step),
     "pieces": _pieces,
 }
-"""Name of a schedule → ratio to the peak of a step from the end of the warm-up on."""
+"""Curve of each schedule by name: the ratio to the peak at a step after the warm-up."""
 
 
 def _falling(remaining: Callable[[float], float]) -> Callable[[float, float, float], float]:
-    """A shape whose share of the way that is left is a function of the share of the steps that are done."""
+    """Return a shape whose remaining distance to the end is a function of the share of steps that are
+    done."""
 
     def value(start: float, end: float, share: float) -> float:
-        # Exactly the start before the first step: the sum below may be off by a rounding.
+        # Return exactly the start before the first step: the sum below may have a rounding error.
         return end + (start - end) * remaining(share) if share > 0 else start
 
     return value
@@ -124,21 +127,23 @@ def _falling(remaining: Callable[[float], float]) -> Callable[[float, float, flo
 SHAPES: Final[Mapping[str, Callable[[float, float, float], float]]] = {
     "linear": _falling(lambda share: 1 - share),
     "cosine": _falling(lambda share: (1 + math.cos(math.pi * share)) / 2),
-    # Twice the line less the cosine.
+    # Twice the linear shape minus the cosine shape.
     "mirrorCosine": _falling(
         lambda share: 2 * (1 - share) - (1 + math.cos(math.pi * share)) / 2
     ),
-    # The same factor at each step.
+    # Each step multiplies the value by the same factor.
     "exponential": lambda start, end, share: float(start ** (1 - share) * end**share),
     "square": _falling(lambda share: 1 - share * share),
     "squareRoot": _falling(lambda share: 1 - math.sqrt(share)),
 }
-"""Name of a shape → the value of (start, end, share of the steps that are done)."""
+"""Shape of each name: the value at (start, end, share of the steps that are done)."""
 
 
 def value_at(step: int, value: float, changes: Sequence[tuple[int, float]]) -> float:
-    """``value``, or that of the last of ``changes`` (first step, value; ascending) that has begun by
-    ``step``."""
+    """Return the value at ``step``: the value of the last item in ``changes`` whose first step is reached.
+
+    ``changes`` contains (first step, value) in ascending order. Before the first change, returns ``value``.
+    """
     begun = [changed for first, changed in changes if first <= step]
     return begun[-1] if begun else value
 
@@ -150,9 +155,9 @@ def build_schedule(
     total_steps: int,
     overrides: Sequence[StepOverride] = (),
 ) -> LearningRate:
-    """Build the schedule over a horizon of ``total_steps``.
+    """Build the schedule over ``total_steps`` steps.
 
-    That warm-up, decay and pieces fit is checked where the horizon is derived.
+    The code that derives the number of steps checks that warm-up, decay and pieces fit into it.
     """
     warmup = min(steps_of(settings.warmup, total_steps), total_steps)
     decay = min(steps_of(settings.decay, total_steps), total_steps - warmup)

@@ -1,8 +1,8 @@
-"""Muon and Adafactor: torch's own optimizers whose update of an element depends on its whole tensor.
+"""Muon and Adafactor: torch's own optimizers, whose update of an element depends on its whole tensor.
 
-They need the tensor in one place. Gathering it would be a collective behind the step's last one, from which
-on nobody waits for anybody (a rank that is lost there would leave an update half made), so that the manifest
-refuses them with fsdp2.
+They need the whole tensor on each rank. Gathering it would be a collective after the last one of the step,
+where ranks no longer wait for each other: a rank that is lost there would leave an update half made. The
+manifest therefore refuses these optimizers with fsdp2.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from evergrad_trainer.optim.groups import Group
 
 
 class Several(torch.optim.Optimizer):
-    """Optimizers of different kinds, each over its own groups, that are one: one list of groups and one
-    state."""
+    """Combines optimizers of different kinds, each with its own groups, into one with one list of groups and
+    one state."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
-        # The same groups, so that a rate that is set here is set there.
+        # Share the group objects, so that a rate that is set here is also set in the parts.
         self.param_groups = [group for part in parts for group in part.param_groups]
         for part in parts:
             self.state.update(part.state)
@@ -45,14 +45,14 @@ class Several(torch.optim.Optimizer):
 
 
 def build_muon(model: nn.Module, groups: Sequence[Group], settings: Optimizer) -> Several:
-    """Muon (Jordan 2024) for the matrices inside of ``model``; AdamW for its tables, its head, its vectors
-    and tensors of more dimensions.
+    """Build Muon (Jordan 2024) for the matrices inside ``model``, and AdamW for all other parameters:
+    embeddings, heads, vectors, and tensors with more than two dimensions.
 
-    The rate is scaled by 0.2 √(larger side), by which an update is as large as one of AdamW (Liu et al. 2025,
-    Muon is Scalable for LLM Training), so that one learning rate and one decay fit both.
+    The rate is scaled by 0.2 √(larger side), which makes an update as large as an AdamW update (Liu et al.
+    2025, Muon is Scalable for LLM Training), so that one learning rate and one decay fit both.
     """
-    # Weights of embeddings, and of the heads that transformers names: rows of them are looked up or chosen
-    # among, and are no linear map.
+    # Weights of embeddings, and of the heads that transformers names: their rows are looked up or chosen
+    # from, so they do not act as linear maps.
     tables: list[nn.Module] = [
         one for one in model.modules() if isinstance(one, nn.Embedding)
     ]
@@ -88,12 +88,16 @@ def build_muon(model: nn.Module, groups: Sequence[Group], settings: Optimizer) -
 
 
 def build_adafactor(groups: Sequence[Group], settings: Optimizer) -> torch.optim.Adafactor:
-    """torch's Adafactor (Shazeer and Stern 2018) over ``groups``: no first moment, and one number a row and a
-    column for the second; the rate is relative to the root mean square of each tensor."""
+    """Build torch's Adafactor (Shazeer and Stern 2018) over ``groups``.
+
+    It has no first moment. Its second moment has one number per row and one per column. The rate is relative
+    to the root mean square of each tensor.
+    """
     optimizer = torch.optim.Adafactor(groups, lr=settings.learning_rate, foreach=False)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            # As torch would make it in the first step, which a checkpoint to be loaded comes before.
+            # Create the state that torch would create in the first step, because a checkpoint is loaded
+            # earlier.
             state: dict[str, torch.Tensor] = {"step": torch.tensor(0.0)}
             if parameter.ndim > 1:
                 *rest, rows, columns = parameter.shape
