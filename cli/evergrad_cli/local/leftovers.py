@@ -82,8 +82,8 @@ def _look_into(
     # List saves that were never published, and removals that were interrupted.
     checkpoints = directory / RunFile.CHECKPOINTS
     for folder, why in (
-        (CheckpointFile.ATTEMPTS, "a save that never ended"),
-        (CheckpointFile.TRASH, "half removed"),
+        (CheckpointFile.ATTEMPTS, "a save that did not finish"),
+        (CheckpointFile.TRASH, "partly removed"),
     ):
         for path in sorted((checkpoints / folder).glob("*")):
             yield _leftover("Attempt", path, why)
@@ -106,7 +106,7 @@ def _look_into(
         if isinstance(extra, Mapping) and extra.get(CheckpointFile.PERMANENT) is True:
             mark = "permanent (checkpoint.keepEvery)"
         elif manifest.get("best") is True or path.name == best:
-            mark = "the best, or was it once"
+            mark = "the best checkpoint, now or earlier"
         why = mark or f"superseded by {found[0][1].name}"
         yield _leftover("Checkpoint", path, why, is_kept=bool(mark))
 
@@ -152,9 +152,9 @@ def _find_obstacle(directory: Path, *, now: float, neighbours: Collection[Path])
                 continue
             text = (other / RunFile.RESOLVED).read_text(errors="replace")
         except OSError as error:
-            return f"{other.name} cannot be read, and may begin with it: {error}"
+            return f"{other.name} cannot be read, and may start from it: {error}"
         if directory.name in text:
-            return f"{other.name}, which is not complete, names it"
+            return f"{other.name}, which is not complete, refers to it"
     return ""
 
 

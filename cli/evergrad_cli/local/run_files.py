@@ -24,7 +24,7 @@ _HEAD_BYTES: Final = 4096
 times, so two files differ."""
 _TEXTS: Final[Mapping[str, str]] = {
     "start": "a process started with {world_size} processes in all",
-    "world": "training goes on with {world_size} processes: {cause}",
+    "world": "training continues with {world_size} processes: {cause}",
     "save_failed": "a save failed: {reason}",
     "warning": "{message}",
     "alert": "{message}",

@@ -994,7 +994,7 @@ def test_a_failed_run_that_is_suspended_too_is_restarted_without_its_suspension(
     (patch,) = api.sent("PATCH")
     assert set(patch.body["spec"]) == {"suspend", "restartNonce"}
     assert patch.body["spec"]["suspend"] is False
-    told = "trainingrun/docs-lm restarted; its spec.suspend is taken back\n"
+    told = "trainingrun/docs-lm restarted; spec.suspend is reset to false\n"
     assert capsys.readouterr().out == told
 
 

@@ -380,7 +380,7 @@ def test_doctor_ends_with_0_when_nothing_fails(
     assert text.splitlines()[0].startswith("ok    api server       Kubernetes v1.34.4")
     assert "skip  images" in text and text.rstrip().endswith("14 ok, 1 warn, 2 skip")
     assert (
-        "warn  operator lease   nobody holds it\n                       → Is the operator"
+        "warn  operator lease   no operator holds it\n                       → Is the operator"
         in text
     )
     question, review = cluster.sent("POST")[:2]

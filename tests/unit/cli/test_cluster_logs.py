@@ -303,7 +303,7 @@ def test_when_the_first_node_stays_away_another_is_followed(
     assert call(api, "-f") == 0
     captured = capsys.readouterr()
     assert captured.out.splitlines() == ["[node 0] killed", "[node 1] going on"]
-    assert "Node 0 is away. Following node 1." in captured.err
+    assert "Node 0 is gone. Following node 1." in captured.err
 
 
 def test_a_node_that_comes_late_is_followed_beside_the_one_that_stood_in_for_it(
@@ -326,8 +326,8 @@ def test_a_node_that_comes_late_is_followed_beside_the_one_that_stood_in_for_it(
     captured = capsys.readouterr()
     assert captured.out.splitlines() == ["[node 0] the run's words"]
     assert captured.err.splitlines()[:2] == [
-        "Node 0 is away. Following node 1.",
-        "Node 0 is there. Following it, too.",
+        "Node 0 is gone. Following node 1.",
+        "Node 0 has started. Following it, too.",
     ]
 
 

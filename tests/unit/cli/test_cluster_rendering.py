@@ -347,7 +347,7 @@ def test_a_run_that_waits_is_shown_with_a_command_that_shows_more(
     reason: str, make_run: Make
 ) -> None:
     text = advice_of(make_run(phase="Waiting", reason=reason))
-    assert "The message has" in text and ("kubectl" in text or "evergrad" in text)
+    assert "The message gives" in text and ("kubectl" in text or "evergrad" in text)
     assert "{" not in text.replace("'{.status.image}'", "")
 
 
@@ -368,7 +368,7 @@ def test_a_failed_run_is_shown_with_its_output_and_the_way_to_go_on(
 def test_advice_knows_the_other_states(make_run: Make) -> None:
     unseen = make_run()
     del unseen["status"]
-    assert "No operator has looked at it for 60m" in advice_of(unseen)
+    assert "No operator has processed it for 60m" in advice_of(unseen)
     deleted = make_run()
     deleted["metadata"]["deletionTimestamp"] = "2026-03-01T12:59:00Z"
     assert "keeps its checkpoints" in advice_of(deleted)
@@ -392,7 +392,7 @@ def test_advice_knows_the_other_states(make_run: Make) -> None:
     stalled = make_run(
         conditions=[raw_condition("Progressing", "False", message="no step for 20m")]
     )
-    assert "No step for long (no step for 20m)" in advice_of(stalled)
+    assert "No step for a long time (no step for 20m)" in advice_of(stalled)
     assert "complete.json" in advice_of(
         make_run(phase="Complete", conditions=[raw_condition("Complete")])
     )
@@ -426,8 +426,8 @@ def test_a_run_of_another_controller_is_shown_with_that_controller(make_run: Mak
     facts = StatusFacts(parse_run(raw), (), (), ())
     lines = render(facts, now=NOW)
     assert "Managed by: kueue.x-k8s.io/multikueue" in lines
-    assert "kueue.x-k8s.io/multikueue has this run (spec.managedBy)" in advice_of(raw)
-    assert "No operator has looked at it" not in advice_of(raw)
+    assert "kueue.x-k8s.io/multikueue manages this run (spec.managedBy)" in advice_of(raw)
+    assert "No operator has processed it" not in advice_of(raw)
     assert (
         status_document(facts, now=NOW)["run"]["managedBy"] == "kueue.x-k8s.io/multikueue"
     )
@@ -521,7 +521,7 @@ def test_every_command_of_an_advice_ends_with_the_place_of_the_run(
             409,
             b'{"kind":"Status","message":"modified"}',
             RefusedError,
-            "changed by somebody else",
+            "changed by another client",
         ),
         (
             400,

@@ -65,7 +65,7 @@ def test_a_run_of_this_machine_is_found_by_its_directory_or_its_name(
     with locked_record(directory) as file:
         os.ftruncate(file, 0)
     assert main(["stacks", "docs-lm"]) == 64
-    assert "no process of a run is there" in capsys.readouterr().err
+    assert "no process of a run was found" in capsys.readouterr().err
 
 
 def test_the_pods_of_a_run_are_asked_one_after_the_other(

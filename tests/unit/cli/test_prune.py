@@ -109,7 +109,7 @@ def test_a_claim_that_somebody_uses_or_owns_stays() -> None:
     assert judge(make_claim(), pods=[ended])[0][0] is False
     owned = make_claim()
     owned["metadata"]["ownerReferences"] = [{"uid": "u"}]
-    assert judge(owned) == [(True, "it has an owner, and goes with it")]
+    assert judge(owned) == [(True, "it has an owner, and is deleted with it")]
 
 
 def test_a_claim_whose_run_exists_is_not_left_over() -> None:
@@ -140,7 +140,7 @@ def test_a_run_stays_whose_claim_would_go_with_it_and_is_mounted_by_another() ->
     tune = make_ended("tune", "Progressing", template=MOUNT)
     (kept,) = find_old_runs([best, tune], older_than=DAY, now=NOW)
     assert (kept.name, kept.is_kept) == ("old", True)
-    assert kept.why.endswith("goes with it (storage.whenDeleted), and run tune uses it")
+    assert kept.why.endswith("is deleted with it (storage.whenDeleted), and run tune uses it")
     # The operator has seen it, and the claim is not the run's any more.
     best["status"]["volume"] = {"goesWithRun": False}
     (goes,) = find_old_runs([best, tune], older_than=DAY, now=NOW)
@@ -210,7 +210,7 @@ def test_a_failed_run_whose_volume_would_go_with_it_stays() -> None:
     runs = [make_ended("a", "Failed", storage=storage), make_ended("b", storage=storage)]
     found = find_old_runs(runs, older_than=DAY, now=NOW)
     assert [(one.name, one.is_kept) for one in found] == [("a", True), ("b", False)]
-    assert "its claim b goes with it" in found[1].why
+    assert "its claim b is deleted with it" in found[1].why
 
 
 def serve(api: Any) -> None:
@@ -393,7 +393,7 @@ def test_a_run_that_cannot_be_read_stays_and_the_others_go_on(tmp_path: Path) ->
     (other / "complete.json").unlink()
     (kept,) = find_leftovers(run, keep=1, now=NOW, neighbours=[run, other])
     assert kept.is_kept and kept.why.startswith(
-        "second cannot be read, and may begin with it"
+        "second cannot be read, and may start from it"
     )
 
 

@@ -266,7 +266,7 @@ class KubernetesCluster:
             answer = None
         if not isinstance(answer, dict):
             raise UnreachableError(
-                f"{request.what}: {self.host} answers with no JSON object. Is it a Kubernetes API server?"
+                f"{request.what}: {self.host} did not return a JSON object. Is it a Kubernetes API server?"
             )
         return response.status, answer
 

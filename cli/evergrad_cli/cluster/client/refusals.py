@@ -120,7 +120,7 @@ def _conflict(answer: Mapping[str, Any], message: str, what: str) -> RefusedErro
     )
     if not managers:
         return RefusedError(
-            Problem(what, "was changed by somebody else just now", message, "Try again"),
+            Problem(what, "was changed by another client just now", message, "Try again"),
             status=ResponseStatus.CONFLICT,
         )
     problems = [

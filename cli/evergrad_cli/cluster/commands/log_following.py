@@ -312,7 +312,7 @@ class LogFollower:
             }
         )
         if self._leader is not None and alive and alive[0] < self._leader:
-            self._remark(f"Node {alive[0]} is there. Following it, too.")
+            self._remark(f"Node {alive[0]} has started. Following it, too.")
             self._leader = alive[0]
         if self._leader is None or self._leader in alive or not alive:
             self._leader_missed = 0.0
@@ -324,7 +324,7 @@ class LogFollower:
         elif not self._leader_missed:
             self._leader_missed = time.monotonic()
         elif time.monotonic() - self._leader_missed > _GONE_SECONDS:
-            self._remark(f"Node {self._leader} is away. Following node {alive[0]}.")
+            self._remark(f"Node {self._leader} is gone. Following node {alive[0]}.")
             self._leader, self._leader_missed = alive[0], 0.0
         return [pod for pod in pods if pod.index is None or pod.index == self._leader]
 

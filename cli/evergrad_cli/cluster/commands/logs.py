@@ -142,7 +142,7 @@ def _show_once(
             remedy = "Older output is on its volume, in logs/"
         elif args.node is not None and pods:
             where, what, why = "--node", f"there is no pod of node {args.node}", ""
-            remedy = f"Those there are: {status}"
+            remedy = f"See the existing nodes: {status}"
         elif run.phase in ("Pending", "Preparing", "Starting", "Waiting"):
             what, remedy = "has no pods yet", f"See why: {status}"
         raise ClusterInputError(Problem(where, what, why, remedy))

@@ -39,7 +39,7 @@ def execute(args: argparse.Namespace) -> int:
         # another command.
         if run.wants_suspension:
             spec["suspend"] = False
-            verb = "restarted; its spec.suspend is taken back"
+            verb = "restarted; spec.suspend is reset to false"
         return Switch(
             verb,
             spec,
@@ -51,12 +51,12 @@ def execute(args: argparse.Namespace) -> int:
     def check(run: Run) -> Problem | None:
         where = f"trainingrun {run.name}"
         if run.is_true("Complete"):
-            remedy = "To train on, start a new run whose spec.training.initFrom names this one's checkpoints"
+            remedy = "To train further, start a new run whose spec.training.initFrom names the checkpoints of this run"
             return Problem(
                 where, "is complete; a complete run never trains again", "", remedy
             )
         if run.wants_suspension and not run.has_failed:
-            remedy = f"To go on: evergrad resume {run.name}{given_place(args)}"
+            remedy = f"To continue: evergrad resume {run.name}{given_place(args)}"
             return Problem(where, "is suspended; it has no pods to restart", "", remedy)
         return None
 

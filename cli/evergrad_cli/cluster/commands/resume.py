@@ -39,7 +39,7 @@ def execute(args: argparse.Namespace) -> int:
                 f"has finished step {run.checkpoint_step}, and spec.training.stop.afterStep is "
                 f"{run.stop_after_step}"
             )
-            why = "it would stop again at once"
+            why = "it would stop again immediately"
             remedy = (
                 "Raise or remove spec.training.stop.afterStep in its file, submit the file, and resume the "
                 "run again"

@@ -57,7 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Print the stacks. Return 0, 64 or 70."""
     if (args.name is None) != args.here:
-        what = "is given beside a run" if args.here else "or the name of a run is missing"
+        what = (
+            "is given together with a run"
+            if args.here
+            else "or the name of a run is missing"
+        )
         raise ClusterInputError(Problem("--here", what, "", "Give one of the two"))
     if args.here:
         return _show_local(args, find_processes(), where="this machine")
@@ -82,7 +86,7 @@ def _show_local(args: argparse.Namespace, found: list[StackProcess], *, where: s
         raise ClusterInputError(
             Problem(
                 where,
-                "no process of a run is there",
+                "no process of a run was found",
                 why,
                 "Start it, or name a run on the cluster",
             )

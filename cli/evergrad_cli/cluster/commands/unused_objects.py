@@ -94,7 +94,7 @@ def find_old_runs(
         is_kept = run.takes_claim and how == "failed"
         volume = f"claim {run.claim} stays"
         if run.takes_claim:
-            volume = f"its claim {run.claim} goes with it (storage.whenDeleted)"
+            volume = f"its claim {run.claim} is deleted with it (storage.whenDeleted)"
         if is_kept:
             volume = f"{volume}, with checkpoints of a run that did not end well"
         elif run.takes_claim and run.claim in users:
@@ -108,7 +108,7 @@ def find_old_runs(
 def _judge_claim(raw: Raw, *, older_than: float, now: float) -> tuple[str, bool]:
     """Return why a claim without a run is deleted or kept, and whether it is kept."""
     if raw["metadata"].get("ownerReferences"):
-        return "it has an owner, and goes with it", True
+        return "it has an owner, and is deleted with it", True
     # Several runs may have folders on one claim. It is deleted only if none of them needs it.
     annotations = raw["metadata"].get("annotations") or {}
     records: dict[str, Any] = {}

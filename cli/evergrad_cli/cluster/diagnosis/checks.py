@@ -182,14 +182,14 @@ def check_lease(leases: Sequence[Mapping[str, Any]] | None, *, now: float) -> Ch
         parse_time(spec.get("renewTime")),
         spec.get("leaseDurationSeconds") or 15,
     )
-    holder = spec.get("holderIdentity") or "nobody"
+    holder = spec.get("holderIdentity") or "no operator"
     # An operator that ends clears the holder, so that the next operator does not have to wait until the lease
     # expires.
     if renewed is None or not spec.get("holderIdentity"):
         return Check(
             "operator lease",
             CheckState.WARN,
-            "nobody holds it",
+            "no operator holds it",
             "Is the operator just starting? If not, look at its log",
         )
     # Allow three times the duration, because the clocks of two machines differ.
@@ -198,7 +198,7 @@ def check_lease(leases: Sequence[Mapping[str, Any]] | None, *, now: float) -> Ch
         return Check(
             "operator lease",
             CheckState.FAIL,
-            f"{holder} renewed it {age(now - renewed)} ago; nobody acts on runs",
+            f"{holder} renewed it {age(now - renewed)} ago; no operator acts on runs",
             remedy,
         )
     return Check(
@@ -441,7 +441,7 @@ def check_quotas(
             "quota",
             CheckState.WARN,
             f"used up: {', '.join(full)}",
-            "Runs wait until some is free; or have it raised",
+            "Runs wait until some is free. Otherwise have it raised",
         )
 
     # A quota may have room, but less than a run requests.
@@ -499,7 +499,7 @@ def check_network(policies: Sequence[Mapping[str, Any]] | None) -> Check:
             "its own pods in"
         )
         return Check("network", CheckState.OK, what)
-    return Check("network", CheckState.OK, "no NetworkPolicy is in the way")
+    return Check("network", CheckState.OK, "no NetworkPolicy restricts the pods of a run")
 
 
 def _selects_all(raw: Mapping[str, Any]) -> bool:
@@ -565,7 +565,7 @@ def check_groups(groups: Collection[str]) -> list[Check]:
         Check(
             "monitoring",
             CheckState.OK,
-            "a Prometheus operator is here; the chart brings no monitors: select the port named metrics",
+            "a Prometheus operator is installed; the chart has no monitors: select the port named metrics",
         )
         if "monitoring.coreos.com" in groups
         else Check(
@@ -581,10 +581,10 @@ def check_groups(groups: Collection[str]) -> list[Check]:
     text = (
         f"{', '.join(found)} found"
         if found
-        else "none; the pods of a run are scheduled one by one, which is all it needs"
+        else "none; the pods of a run are scheduled one by one, which is sufficient"
     )
     if "scheduling.volcano.sh" in groups:
-        text += "; Volcano is here too, but runs do not use it"
+        text += "; Volcano is installed too, but runs do not use it"
     return [metrics, monitoring, Check("gang scheduling", CheckState.OK, text)]
 
 

@@ -51,7 +51,7 @@ class WebhookAnswer(StrEnum):
     """Kinds of answers of the API server to the dry run."""
 
     REFUSED = "the webhook refused it"
-    ACCEPTED = "nobody refused it"
+    ACCEPTED = "nothing refused it"
     FAILED = "the webhook was asked and did not answer"
     UNKNOWN = "something else refused it"
 
@@ -198,7 +198,7 @@ def _find_fault(
     if served and (fault := _fault_of_time(served, now)) is not None:
         return f"its certificate {fault}", log
     if issuer and not set(_split(issuer)) & set(_split(trusted)):
-        why = "its certificate is of another authority than the caBundle names"
+        why = "its certificate was issued by another authority than the one in the caBundle"
         return (
             why,
             f"Delete the Secret {namespace}/{name}-webhook; the operator makes another",

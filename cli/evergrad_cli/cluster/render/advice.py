@@ -44,7 +44,10 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float, place: str = "") -
         return [f"It is being deleted. Claim {run.claim} keeps its checkpoints."]
     if run.managed_by:
         return [
-            f"{run.managed_by} has this run (spec.managedBy): Evergrad's operator makes no pod for it here.",
+            (
+                f"{run.managed_by} manages this run (spec.managedBy): Evergrad's operator creates no "
+                "pods for it."
+            ),
             "Ask that controller. To train here, submit the file without the field under another name.",
         ]
     if not run.is_observed:
@@ -61,7 +64,7 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float, place: str = "") -
     # Check this before suspension: such a run is suspended, too, but would stop immediately after a resume.
     if run.is_beyond_its_stop:
         return [
-            f"It has finished step {run.stop_after_step}, where spec.training.stop.afterStep has it stop.",
+            f"It has finished step {run.stop_after_step}, at which spec.training.stop.afterStep stops it.",
             (
                 "To continue, raise or remove spec.training.stop.afterStep in its file, submit the file, "
                 f"and then: evergrad resume {run.name}{place}"
@@ -70,13 +73,13 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float, place: str = "") -
     if run.reason == NON_FINITE:
         return _non_finite(run, place)
     if run.wants_suspension or run.phase == "Suspended":
-        return [f"To go on where it stopped: evergrad resume {run.name}{place}"]
+        return [f"To continue where it stopped: evergrad resume {run.name}{place}"]
 
     # For most of these reasons the user can only look, so each answer is the command to look with.
     if run.phase == "Waiting":
         command = _WHERE.get(run.reason, _ANYWHERE).format(name=run.name, claim=run.claim)
         return [
-            f"The message has the obstacle and the remedy. See more: {command}{place}",
+            f"The message gives the cause and the remedy. See more: {command}{place}",
             *_where_to_look(pods, place),
         ]
     # Check this before the phases of a running run: if saves fail, the next failure loses the current
@@ -93,13 +96,13 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float, place: str = "") -
         if stale is not None and is_stale and run.reason != "CoordinatorLost":
             return [
                 (
-                    f"No step for long ({stale.message or stale.reason}). Look at its output: "
+                    f"No step for a long time ({stale.message or stale.reason}). Look at its output: "
                     f"evergrad logs {run.name} --all{place}"
                 )
             ]
         return [f"Follow it: evergrad logs {run.name} -f{place}"]
     return [
-        f"It is on its way: evergrad wait {run.name} --for running{place}",
+        f"It is starting: evergrad wait {run.name} --for running{place}",
         *_where_to_look(pods, place),
     ]
 
@@ -114,17 +117,17 @@ def _non_finite(run: Run, place: str) -> list[str]:
             "Name it in spec.training.skipSteps, or allow some with "
             "spec.training.onNonFinite.skip, and submit the file again."
         ),
-        f"Then go on from the state before it: evergrad resume {run.name}{place}",
+        f"Then continue from the state before it: evergrad resume {run.name}{place}",
     ]
 
 
 def _unseen(run: Run, now: float, place: str) -> list[str]:
     waited = None if run.created is None else now - run.created
     if waited is not None and waited < _UNSEEN_SECONDS:
-        return ["The operator has not looked at it yet."]
+        return ["The operator has not processed it yet."]
     return [
         (
-            f"No operator has looked at it for {age(waited)}. Is one running, and does it watch this "
+            f"No operator has processed it for {age(waited)}. Is one running, and does it watch this "
             f"namespace? evergrad doctor{place}"
         )
     ]
@@ -141,10 +144,10 @@ def _failed(run: Run, place: str) -> list[str]:
     return [
         f"See the output of what failed: evergrad logs {run.name}{node}{place}",
         (
-            "Change what the message names; then go on from the newest checkpoint: "
+            "Change what the message names; then continue from the newest checkpoint: "
             f"evergrad restart {run.name}{place}"
         ),
-        "The recipe of a run does not change: with another one, submit the file under another name.",
+        "The recipe of a run cannot change. To use another recipe, submit the file under another name.",
     ]
 
 
