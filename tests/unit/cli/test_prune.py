@@ -140,7 +140,9 @@ def test_a_run_stays_whose_claim_would_go_with_it_and_is_mounted_by_another() ->
     tune = make_ended("tune", "Progressing", template=MOUNT)
     (kept,) = find_old_runs([best, tune], older_than=DAY, now=NOW)
     assert (kept.name, kept.is_kept) == ("old", True)
-    assert kept.why.endswith("is deleted with it (storage.whenDeleted), and run tune uses it")
+    assert kept.why.endswith(
+        "is deleted with it (storage.whenDeleted), and run tune uses it"
+    )
     # The operator has seen it, and the claim is not the run's any more.
     best["status"]["volume"] = {"goesWithRun": False}
     (goes,) = find_old_runs([best, tune], older_than=DAY, now=NOW)

@@ -154,7 +154,10 @@ def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> 
     found += checks.check_groups({str(group.get("name")) for group in groups})
     # List the images although they cannot be checked, so that a result without failures does not seem to
     # include them.
-    why = "only a node can pull images, because it has the credentials; if it cannot, the run is ImagePullFailed"
+    why = (
+        "only a node can pull images, because it has the credentials; if it cannot, the run is "
+        "ImagePullFailed"
+    )
     found.append(Check("images", CheckState.SKIP, why))
     return found
 

@@ -51,7 +51,10 @@ def execute(args: argparse.Namespace) -> int:
     def check(run: Run) -> Problem | None:
         where = f"trainingrun {run.name}"
         if run.is_true("Complete"):
-            remedy = "To train further, start a new run whose spec.training.initFrom names the checkpoints of this run"
+            remedy = (
+                "To train further, start a new run whose spec.training.initFrom names the checkpoints of "
+                "this run"
+            )
             return Problem(
                 where, "is complete; a complete run never trains again", "", remedy
             )
