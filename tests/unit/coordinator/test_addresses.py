@@ -39,7 +39,9 @@ needs_ipv6 = pytest.mark.skipif(
         (" [fd00:10::5]:65535 ", ("fd00:10::5", 65535)),
     ],
 )
-def test_an_address_is_split_and_written_again(text: str, parts: tuple[str, int]) -> None:
+def test_an_address_is_split_and_formatted_unchanged(
+    text: str, parts: tuple[str, int]
+) -> None:
     assert split_address(text) == parts
     assert join_address(*parts) == text.strip()
 
@@ -59,11 +61,11 @@ def test_an_address_is_split_and_written_again(text: str, parts: tuple[str, int]
         "[host]:1",
     ],
 )
-def test_what_is_no_address_with_a_port_is_refused(text: str) -> None:
+def test_an_address_without_a_valid_port_is_refused(text: str) -> None:
     assert split_address(text) is None
 
 
-def test_an_address_of_ipv4_is_shown_as_people_write_it() -> None:
+def test_an_ipv4_mapped_address_is_shown_as_ipv4() -> None:
     assert plain_host("::ffff:10.0.0.7") == "10.0.0.7"
     assert plain_host("fd00::5") == "fd00::5"
     assert plain_host("10.0.0.7") == "10.0.0.7"
@@ -71,7 +73,7 @@ def test_an_address_of_ipv4_is_shown_as_people_write_it() -> None:
 
 
 @needs_ipv6
-def test_a_listener_on_any_address_is_reached_by_both_families_at_one_port() -> None:
+def test_a_listener_on_any_address_accepts_both_families_on_one_port() -> None:
     with open_listener(ANY, 0) as listener:
         port = listener.getsockname()[1]
         for host in ("127.0.0.1", "::1"):
@@ -82,7 +84,7 @@ def test_a_listener_on_any_address_is_reached_by_both_families_at_one_port() -> 
 
 
 @needs_ipv6
-def test_a_listener_on_one_address_is_reached_there_alone() -> None:
+def test_a_listener_on_one_address_accepts_only_that_address() -> None:
     with open_listener("::1", 0) as listener:
         port = listener.getsockname()[1]
         socket.create_connection(("::1", port), timeout=PATIENCE).close()
@@ -90,7 +92,7 @@ def test_a_listener_on_one_address_is_reached_there_alone() -> None:
             socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
 
 
-def test_a_port_that_is_taken_is_an_error_and_no_change_of_family() -> None:
+def test_a_port_in_use_is_an_error_and_changes_no_family() -> None:
     with (
         open_listener(ANY, 0) as listener,
         pytest.raises(OSError, match="in use"),
@@ -112,7 +114,7 @@ def test_a_machine_without_ipv6_listens_on_ipv4(monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_ipv6
-def test_metrics_are_scraped_by_both_families() -> None:
+def test_metrics_can_be_scraped_over_both_families() -> None:
     registry = CollectorRegistry()
     Gauge("one", "A number.", registry=registry).set(7)
     server = MetricsServer(registry, port=0, host=ANY)

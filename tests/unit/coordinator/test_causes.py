@@ -18,19 +18,17 @@ from evergrad_common.causes import (
 )
 
 
-def test_every_cause_of_a_break_and_of_a_planned_change_is_a_cause_of_a_change() -> None:
+def test_causes_of_breaks_and_planned_changes_are_causes_of_a_restart() -> None:
     assert set(BREAKS) | set(PLANNED) < set(CHANGES)
 
 
-def test_every_cause_has_a_text_of_its_own() -> None:
+def test_every_cause_has_its_own_text() -> None:
     texts = [*(one.text for one in CHANGES.values()), *LOSSES.values(), *ENDINGS.values()]
     assert all(texts)
     assert len(set(texts)) == len(texts)
 
 
-def test_every_break_and_every_loss_has_a_word_in_the_status_of_a_run_and_nothing_else() -> (
-    None
-):
+def test_only_breaks_and_losses_have_a_status_cause_of_the_run() -> None:
     # Planned changes end no pod, and what nobody has named is a crash to the operator.
     assert {cause for cause, one in CHANGES.items() if one.pod} == {
         *BREAKS,
@@ -41,16 +39,16 @@ def test_every_break_and_every_loss_has_a_word_in_the_status_of_a_run_and_nothin
 
 
 @pytest.mark.parametrize("value", ["node 0 lost", "", None, 3, "NodeLost", ["node_lost"]])
-def test_what_is_no_cause_becomes_other_and_is_not_interpreted(value: object) -> None:
+def test_an_unknown_cause_becomes_other_and_is_not_interpreted(value: object) -> None:
     assert read_change(value) == "other"
     assert read_trouble(value) == "other"
 
 
-def test_a_cause_is_read_as_itself() -> None:
+def test_a_known_cause_is_parsed_unchanged() -> None:
     assert [read_change(cause) for cause in CHANGES] == list(CHANGES)
     assert [read_trouble(trouble) for trouble in TROUBLES] == list(TROUBLES)
 
 
-def test_an_ending_has_a_text_and_an_exit_code_is_its_own() -> None:
+def test_an_end_reason_has_a_text_and_an_exit_code_is_shown_unchanged() -> None:
     assert describe_ending("stop_file") == "stopped by the stop file"
     assert describe_ending("exit 70") == "exit 70"

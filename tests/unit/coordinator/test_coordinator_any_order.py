@@ -227,7 +227,7 @@ def check_any_order(cluster: Cluster, events: list[tuple[str, Any]]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("examples", [800, pytest.param(5000, marks=pytest.mark.long)])
-def test_any_order_of_events_ends_in_one_group_or_a_named_wait(examples: int) -> None:
+def test_events_in_any_order_end_in_one_group_or_a_named_wait(examples: int) -> None:
     def judge(events: list[tuple[str, Any]]) -> None:
         check_any_order(
             Cluster(make_settings(max_failures_without_progress=1000)),
@@ -240,7 +240,7 @@ def test_any_order_of_events_ends_in_one_group_or_a_named_wait(examples: int) ->
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("examples", [600, pytest.param(3000, marks=pytest.mark.long)])
-def test_any_order_of_events_in_a_running_group_ends_in_one_group_or_a_named_wait(
+def test_events_in_any_order_in_a_running_group_end_in_one_group_or_a_named_wait(
     examples: int,
 ) -> None:
     def judge(events: list[tuple[str, Any]]) -> None:
@@ -252,7 +252,7 @@ def test_any_order_of_events_in_a_running_group_ends_in_one_group_or_a_named_wai
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("examples", [400, pytest.param(2000, marks=pytest.mark.long)])
-def test_any_order_of_events_with_fresh_workers_ends_in_one_group_or_a_named_wait(
+def test_events_in_any_order_with_fresh_workers_end_in_one_group_or_a_named_wait(
     examples: int,
 ) -> None:
     def judge(events: list[tuple[str, Any]]) -> None:
@@ -264,7 +264,7 @@ def test_any_order_of_events_with_fresh_workers_ends_in_one_group_or_a_named_wai
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("examples", [300, pytest.param(1000, marks=pytest.mark.long)])
-def test_nodes_that_come_and_leave_as_they_should_lose_no_step(examples: int) -> None:
+def test_nodes_that_join_and_drain_gracefully_lose_no_step(examples: int) -> None:
     def judge(events: list[tuple[str, Any]]) -> None:
         cluster = Cluster(make_settings(lease_seconds=30))
         cluster.is_graceful = True

@@ -24,7 +24,9 @@ def make_peer(heard_at: float, *, beats: bool = True) -> Peer:
     return peer
 
 
-def test_only_a_beat_that_was_silent_for_longer_than_a_lease_is_ended() -> None:
+def test_only_a_heartbeat_connection_that_is_silent_for_longer_than_a_lease_is_closed() -> (
+    None
+):
     group = new_group(make_settings(lease_seconds=LEASE), generation=0, now=NOW)
     silent, recent = make_peer(NOW - LEASE - 1.5), make_peer(NOW - LEASE)
     # The rules end the connections of nodes, and others those that say nothing at all.
@@ -35,9 +37,7 @@ def test_only_a_beat_that_was_silent_for_longer_than_a_lease_is_ended() -> None:
     assert find_silent_beats([silent], group, NOW) == []
 
 
-def test_a_coordinator_that_stood_still_reads_what_came_before_it_takes_a_beat_for_silent() -> (
-    None
-):
+def test_a_suspended_coordinator_reads_received_data_before_it_judges_heartbeats() -> None:
     group = new_group(make_settings(lease_seconds=LEASE), generation=0, now=NOW)
     later = NOW + max(2 * LEASE, 2 * STANDSTILL_SECONDS)
     assert find_silent_beats([make_peer(NOW)], group, later) == []
@@ -49,7 +49,7 @@ class ConnectedError(Exception):
     """The process has asked for a connection."""
 
 
-def test_the_process_beside_a_frozen_node_connects_only_once_the_node_goes_on(
+def test_the_heartbeat_process_of_a_frozen_node_connects_only_after_the_node_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     frozen: Iterator[bool] = iter([True, True, False])

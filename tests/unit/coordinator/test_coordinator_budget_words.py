@@ -11,7 +11,7 @@ def describe(report: Broken) -> str:
     return budget.describe()
 
 
-def test_a_worker_that_failed_before_any_step_is_described_without_a_sentinel() -> None:
+def test_a_worker_that_failed_before_any_step_is_described_without_minus_one() -> None:
     words = describe(Broken(1, "worker_crash", rank=-1, step=-1, exit_code=1))
     assert (
         "Last: worker_crash on a worker without a rank (node 0) before a step was reported, exit code 1."
@@ -22,9 +22,7 @@ def test_a_worker_that_failed_before_any_step_is_described_without_a_sentinel() 
     assert "worker_crash on rank 2 (node 0) after step 7, exit code 1." in words
 
 
-def test_a_full_volume_is_a_cause_of_its_own_and_costs_what_trouble_of_a_host_costs() -> (
-    None
-):
+def test_a_full_volume_is_its_own_cause_and_counts_like_a_host_fault() -> None:
     report = Broken(1, "environment", rank=0, step=7, exit_code=70, trouble="no_space")
     failure = GenerationFailure("0", 1.0, report)
     assert failure.cause == "volume_full" and failure.is_of_host

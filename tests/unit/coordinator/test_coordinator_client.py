@@ -54,7 +54,7 @@ def with_field(message: Message) -> bytes:
     return json.dumps({**json.loads(encode(message)), "colour": "red"}).encode() + b"\n"
 
 
-def test_messages_and_fields_of_a_newer_coordinator_do_not_end_the_connection(
+def test_unknown_messages_and_fields_of_a_newer_coordinator_keep_the_connection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="evergrad_coordinator"):
@@ -86,7 +86,7 @@ def test_a_malformed_line_of_a_coordinator_ends_the_connection(line: bytes) -> N
     assert received == [Welcome(3, 10.0, 3.0), Welcome(3, 10.0, 3.0), End(0, "complete")]
 
 
-def test_a_server_that_begins_with_an_unknown_message_is_no_coordinator() -> None:
+def test_a_server_that_starts_with_an_unknown_message_is_not_a_coordinator() -> None:
     received, num_connections = run_client(b'{"type":"banner"}\n', WELCOME, END)
     assert num_connections == 2
     assert received == [Welcome(3, 10.0, 3.0), End(0, "complete")]

@@ -107,7 +107,7 @@ async def poll(is_so: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_what_waits_for_a_journal_that_cannot_be_written_is_bounded() -> None:
+def test_effects_that_wait_for_an_unwritable_journal_are_bounded() -> None:
     store = FailingStore()
 
     async def work(server: Server) -> None:
@@ -144,7 +144,7 @@ def test_what_waits_for_a_journal_that_cannot_be_written_is_bounded() -> None:
     with_server(work, store=store, waiting_effects=64)
 
 
-def test_a_node_that_was_not_heard_is_passed_over_until_it_connects_anew(
+def test_a_node_whose_messages_were_dropped_is_ignored_until_it_reconnects(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also when the journal is back: what it says then follows on what was not taken."""
@@ -179,7 +179,7 @@ def test_a_node_that_was_not_heard_is_passed_over_until_it_connects_anew(
     with_server(work, store=store, waiting_effects=64)
 
 
-def test_any_number_of_nodes_that_do_not_read_is_dropped() -> None:
+def test_any_number_of_nodes_that_do_not_read_is_disconnected() -> None:
     async def work(server: Server) -> None:
         nodes = [Connection(server) for _ in range(600)]
         for number, node in enumerate(nodes):

@@ -149,7 +149,7 @@ def break_ticks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return left
 
 
-def test_after_an_error_in_a_tick_a_silent_node_is_still_noticed(
+def test_after_an_error_in_a_tick_a_silent_node_is_still_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     left = break_ticks(monkeypatch)
@@ -172,7 +172,7 @@ def test_after_an_error_in_a_tick_a_silent_node_is_still_noticed(
     serving(story, silence_seconds=0.6)
 
 
-def test_a_coordinator_whose_ticks_all_fail_is_not_healthy_until_one_succeeds(
+def test_a_coordinator_whose_ticks_all_fail_is_unhealthy_until_one_succeeds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     left = break_ticks(monkeypatch)
@@ -225,7 +225,7 @@ class Gone(BaseException):
     """An error that ends a task whatever it catches."""
 
 
-def test_a_coordinator_whose_journal_task_has_ended_is_not_healthy() -> None:
+def test_a_coordinator_whose_journal_task_has_ended_is_unhealthy() -> None:
     store = FailingStore()
     store.error = Gone()
 
@@ -240,7 +240,7 @@ def test_a_coordinator_whose_journal_task_has_ended_is_not_healthy() -> None:
     serving(story, store=store)
 
 
-def test_a_write_of_the_journal_that_hangs_is_shown(
+def test_a_journal_write_that_hangs_is_shown_in_the_status(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(edge, "_JOURNAL_SECONDS", 0.0)
@@ -274,7 +274,7 @@ class TakenStore(MemoryStore):
         return False
 
 
-def test_a_superseded_coordinator_answers_no_ping_and_says_so_on_its_pages() -> None:
+def test_a_superseded_coordinator_answers_no_ping_and_reports_it_on_its_pages() -> None:
     async def story(place: Place) -> None:
         node = await place.join("0")
         beats = await place.connect(Beat("r", "0", "i0", token=TOKEN))
@@ -298,7 +298,7 @@ def test_a_superseded_coordinator_answers_no_ping_and_says_so_on_its_pages() -> 
     serving(story, store=TakenStore())
 
 
-def test_a_superseded_coordinator_ends_however_long_it_is_to_linger(tmp_path: Path) -> None:
+def test_a_superseded_coordinator_exits_for_any_linger_time(tmp_path: Path) -> None:
     address = tmp_path / "address.json"
     (tmp_path / "token").write_text(TOKEN)
     options = command.parse_arguments(

@@ -41,7 +41,7 @@ def ask(request: bytes) -> tuple[bytes, int]:
     return asyncio.run(run())
 
 
-def test_a_page_that_is_open_is_answered() -> None:
+def test_an_open_endpoint_is_answered_without_the_token() -> None:
     answer, num_errors = ask(b"GET /healthz HTTP/1.1\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 200 OK")
     assert num_errors == 0
@@ -56,7 +56,7 @@ def test_a_page_that_is_open_is_answered() -> None:
         pytest.param(b"\xb2", id="a digit that is no number"),
     ],
 )
-def test_a_body_of_no_possible_length_ends_the_connection_and_nothing_else(
+def test_an_invalid_content_length_ends_only_its_connection(
     length: bytes,
 ) -> None:
     request = b"POST /bounds HTTP/1.1\r\nContent-Length: " + length + b"\r\n\r\n"

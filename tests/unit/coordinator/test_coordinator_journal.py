@@ -12,7 +12,7 @@ import pytest
 from evergrad_coordinator.edge.journal import FileStore, JournalError, MemoryStore
 
 
-def test_a_new_file_begins_at_zero_and_remembers(tmp_path: Path) -> None:
+def test_a_new_file_starts_at_zero_and_keeps_its_number(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "runs" / "state")
     assert store.load() == 0
     assert store.advance(0, 5)
@@ -22,7 +22,7 @@ def test_a_new_file_begins_at_zero_and_remembers(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_number_that_is_not_the_expected_one_is_not_replaced(tmp_path: Path) -> None:
+def test_a_number_other_than_the_expected_one_is_not_replaced(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "state")
     assert store.advance(0, 5)
     assert not store.advance(4, 6)
@@ -30,7 +30,7 @@ def test_a_number_that_is_not_the_expected_one_is_not_replaced(tmp_path: Path) -
     store.close()
 
 
-def test_a_retry_after_the_folder_could_not_be_synced_finds_its_own_number(
+def test_a_retry_after_a_failed_folder_sync_finds_its_own_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = FileStore(tmp_path / "state")
@@ -53,21 +53,21 @@ def test_a_retry_after_the_folder_could_not_be_synced_finds_its_own_number(
     store.close()
 
 
-def test_a_number_of_another_process_is_not_taken_for_our_own(tmp_path: Path) -> None:
+def test_a_number_of_another_process_is_not_accepted_as_our_own(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "state")
     (tmp_path / "state").write_text('{"generation": 5}')
     assert not store.advance(0, 5)
     store.close()
 
 
-def test_the_memory_store_compares_too() -> None:
+def test_the_memory_store_compares_the_expected_number_too() -> None:
     store = MemoryStore(3)
     assert not store.advance(2, 9)
     assert store.advance(3, 9)
     assert store.load() == 9
 
 
-def test_a_second_holder_is_told_who_the_first_is(tmp_path: Path) -> None:
+def test_a_second_holder_gets_an_error_that_names_the_first(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "state")
     with pytest.raises(
         JournalError, match=r"held by process \d+ on .*\. .*Wait for it to end"
@@ -103,7 +103,7 @@ def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
         "ü",
     ],
 )
-def test_a_damaged_file_is_named_with_its_remedy(tmp_path: Path, text: str) -> None:
+def test_a_damaged_file_is_reported_with_its_remedy(tmp_path: Path, text: str) -> None:
     (tmp_path / "state").write_text(text, encoding="utf-8")
     store = FileStore(tmp_path / "state")
     with pytest.raises(JournalError, match=r"state: .*(Delete it|delete the file)"):
@@ -111,13 +111,13 @@ def test_a_damaged_file_is_named_with_its_remedy(tmp_path: Path, text: str) -> N
     store.close()
 
 
-def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+def test_a_folder_path_that_is_a_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(JournalError, match="cannot be opened"):
         FileStore(tmp_path / "file" / "state")
 
 
-def test_what_is_on_disk_is_json(tmp_path: Path) -> None:
+def test_the_journal_file_is_json(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "state")
     store.advance(0, 12)
     store.close()
@@ -148,7 +148,7 @@ def test_numbers_after_the_first_are_written_in_place_and_synced(
     again.close()
 
 
-def test_a_number_whose_sync_failed_is_written_once_more(
+def test_a_number_whose_sync_failed_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = FileStore(tmp_path / "state")
@@ -175,7 +175,7 @@ def test_a_number_whose_sync_failed_is_written_once_more(
     store.close()
 
 
-def test_a_file_of_an_older_release_goes_on(tmp_path: Path) -> None:
+def test_a_file_of_an_older_release_is_continued(tmp_path: Path) -> None:
     (tmp_path / "state").write_text('{"generation": 5}\n')
     store = FileStore(tmp_path / "state")
     assert store.load() == 5
@@ -183,7 +183,7 @@ def test_a_file_of_an_older_release_goes_on(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_file_that_was_replaced_meanwhile_is_not_written_out_of_sight(
+def test_a_file_that_was_replaced_is_opened_again_before_the_next_write(
     tmp_path: Path,
 ) -> None:
     store, path = FileStore(tmp_path / "state"), tmp_path / "state"

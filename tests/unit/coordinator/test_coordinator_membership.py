@@ -82,7 +82,7 @@ def break_group(node: FakeNode, cause: BreakCause = "worker_crash", **changes: A
 # ---- start -------------------------------------------------------------------------------------------------
 
 
-def test_ranks_follow_the_index_as_a_number_and_count_workers() -> None:
+def test_ranks_are_ordered_by_numeric_index_and_count_workers() -> None:
     cluster = Cluster(make_settings(expect=3))
     nodes = [
         cluster.start(name, workers=workers)
@@ -114,14 +114,14 @@ def test_the_start_waits_for_the_expected_nodes() -> None:
     assert len(cluster.go_members[1]) == 3
 
 
-def test_the_start_does_not_wait_for_ever() -> None:
+def test_the_start_waits_for_a_bounded_time() -> None:
     cluster = Cluster(make_settings(expect=3, start_wait_seconds=5))
     cluster.start(0), cluster.start(1)
     cluster.run(6)
     assert len(cluster.go_members[1]) == 2
 
 
-def test_fewer_than_the_minimum_wait_by_name() -> None:
+def test_fewer_nodes_than_the_minimum_wait_with_a_named_reason() -> None:
     cluster = Cluster()
     cluster.start(0)
     cluster.run(30)
@@ -132,7 +132,7 @@ def test_fewer_than_the_minimum_wait_by_name() -> None:
     assert cluster.group.generation == 0
 
 
-def test_a_node_without_workers_only_shows_itself() -> None:
+def test_a_node_without_workers_is_connected_but_not_a_member() -> None:
     cluster = Cluster(make_settings(expect=2))
     nodes = [cluster.start(0), cluster.start(1), cluster.start(2, workers=0)]
     cluster.run_until_running()
@@ -147,7 +147,7 @@ def test_a_node_without_workers_only_shows_itself() -> None:
 # ---- changes -----------------------------------------------------------------------------------------------
 
 
-def test_a_lost_node_makes_a_hard_plan_of_the_others() -> None:
+def test_a_lost_node_causes_a_hard_plan_of_the_others() -> None:
     cluster, nodes = start_running()
     nodes[1].die()
     cluster.run_until_running()
@@ -157,7 +157,7 @@ def test_a_lost_node_makes_a_hard_plan_of_the_others() -> None:
     assert 0 < cluster.group.accounting.lost_seconds["node_lost"] < 2
 
 
-def test_a_silent_node_is_lost_and_comes_back_into_a_new_group() -> None:
+def test_a_silent_node_is_lost_and_rejoins_a_new_group() -> None:
     cluster, nodes = start_running(lease_seconds=20)
     nodes[1].is_frozen = True
     cluster.run(2)
@@ -184,7 +184,7 @@ def set_bounds(cluster: Cluster, low: int, high: int) -> None:
     )
 
 
-def test_a_lowered_maximum_makes_spares_of_the_last_nodes_at_a_step_boundary_and_a_raised_one_takes_them_back() -> (
+def test_a_lowered_maximum_makes_spares_at_a_step_boundary_and_a_raised_one_readmits_them() -> (
     None
 ):
     cluster, _ = start_running("0123")
@@ -206,7 +206,7 @@ def test_a_lowered_maximum_makes_spares_of_the_last_nodes_at_a_step_boundary_and
     ]
 
 
-def test_a_lowered_failure_budget_holds_at_once_and_a_raised_one_lets_the_run_go_on() -> (
+def test_a_lowered_failure_budget_applies_at_once_and_a_raised_one_lets_the_run_continue() -> (
     None
 ):
     cluster, _ = start_running("012", max_failures_without_progress=1)
@@ -229,7 +229,7 @@ def test_a_lowered_failure_budget_holds_at_once_and_a_raised_one_lets_the_run_go
     assert cluster.exit_code == 70
 
 
-def test_bounds_that_are_as_they_were_change_nothing() -> None:
+def test_unchanged_bounds_have_no_effect() -> None:
     cluster, _ = start_running("012")
     generation = cluster.group.generation
     set_bounds(cluster, cluster.group.settings.min_nodes, cluster.group.settings.max_nodes)
@@ -237,7 +237,7 @@ def test_bounds_that_are_as_they_were_change_nothing() -> None:
     assert cluster.group.generation == generation
 
 
-def test_a_lowered_minimum_lets_a_run_that_waits_go_on() -> None:
+def test_a_lowered_minimum_lets_a_waiting_run_continue() -> None:
     cluster, nodes = start_running("012", min_nodes=3)
     nodes[2].die()
     cluster.run(3)
@@ -247,7 +247,7 @@ def test_a_lowered_minimum_lets_a_run_that_waits_go_on() -> None:
     assert len(cluster.members_of(cluster.group.generation)) == 2
 
 
-def test_a_raised_minimum_lets_the_group_that_trains_go_on() -> None:
+def test_a_raised_minimum_does_not_interrupt_the_training_group() -> None:
     cluster, _ = start_running("01")
     step = cluster.newest_step()
     set_bounds(cluster, 4, 4)
@@ -255,7 +255,7 @@ def test_a_raised_minimum_lets_the_group_that_trains_go_on() -> None:
     assert cluster.newest_step() > step
 
 
-def test_nodes_beyond_the_maximum_are_spares_and_disturb_nobody() -> None:
+def test_nodes_beyond_the_maximum_are_spares_and_interrupt_no_member() -> None:
     cluster, nodes = start_running(max_nodes=3)
     spare = cluster.start(9)
     cluster.run(3)
@@ -268,7 +268,7 @@ def test_nodes_beyond_the_maximum_are_spares_and_disturb_nobody() -> None:
     assert cluster.group.generation == 2 and low.is_alive and spare.group
 
 
-def test_events_within_the_debounce_make_one_plan() -> None:
+def test_events_within_the_debounce_time_make_one_plan() -> None:
     cluster, nodes = start_running("0123", min_nodes=1)
     nodes[1].die()
     nodes[2].die()
@@ -281,7 +281,7 @@ def due_in(cluster: Cluster) -> float:
     return events.next_tick(cluster.group, now=cluster.now) - cluster.now
 
 
-def test_a_lost_member_is_answered_sooner_than_a_join() -> None:
+def test_a_lost_member_is_planned_sooner_than_a_join() -> None:
     cluster, nodes = start_running("012", min_nodes=1)
     debounce = cluster.settings.debounce_seconds
     cluster.start(3)
@@ -290,7 +290,7 @@ def test_a_lost_member_is_answered_sooner_than_a_join() -> None:
     assert due_in(cluster) == pytest.approx(0.005)
 
 
-def test_members_lost_soon_after_a_plan_wait_for_each_other() -> None:
+def test_members_lost_shortly_after_a_plan_share_the_next_plan() -> None:
     cluster, nodes = start_running("0123", min_nodes=1)
     debounce = cluster.settings.debounce_seconds
     nodes[1].die()
@@ -307,7 +307,7 @@ def test_members_lost_soon_after_a_plan_wait_for_each_other() -> None:
     assert cluster.group.generation == 3
 
 
-def test_connections_that_all_end_within_a_moment_stop_no_group() -> None:
+def test_connections_that_all_end_together_stop_no_group() -> None:
     cluster, nodes = start_running("012")
     for node in nodes:
         node.disconnect()
@@ -319,7 +319,9 @@ def test_connections_that_all_end_within_a_moment_stop_no_group() -> None:
 
 
 @pytest.mark.parametrize("deed", ["leaves", "is no member", "is done"])
-def test_a_node_that_the_group_does_not_miss_is_no_hurry(deed: str) -> None:
+def test_the_loss_of_a_node_that_the_group_does_not_need_waits_for_the_debounce_time(
+    deed: str,
+) -> None:
     recovery = "fresh" if deed == "is done" else "in-process"
     cluster, nodes = start_running("012", max_nodes=3, min_nodes=1, recovery=recovery)
     node = cluster.start(9) if deed == "is no member" else nodes[2]
@@ -334,7 +336,7 @@ def test_a_node_that_the_group_does_not_miss_is_no_hurry(deed: str) -> None:
 
 
 @pytest.mark.capability("O-42")
-def test_a_member_lost_while_getting_ready_makes_a_new_plan() -> None:
+def test_a_member_lost_during_preparation_causes_a_new_plan() -> None:
     cluster, nodes = start_running("0123")
     nodes[2].has_answered = False
     nodes[1].die()
@@ -346,7 +348,7 @@ def test_a_member_lost_while_getting_ready_makes_a_new_plan() -> None:
     assert 2 not in cluster.go_members
 
 
-def test_a_member_that_never_gets_ready_is_dropped() -> None:
+def test_a_member_that_never_becomes_ready_is_dropped() -> None:
     cluster, nodes = start_running("0123", ready_limit_seconds=2)
     nodes[2].has_answered = False
     nodes[1].die()
@@ -355,7 +357,7 @@ def test_a_member_that_never_gets_ready_is_dropped() -> None:
     assert names == ["0", "3"]
 
 
-def test_a_soft_plan_that_finds_no_boundary_becomes_hard() -> None:
+def test_a_soft_plan_without_a_boundary_becomes_hard() -> None:
     cluster, nodes = start_running("01", soft_limit_seconds=3, up_limit_seconds=60)
     nodes[1].has_answered = False
     cluster.start(3)
@@ -365,7 +367,7 @@ def test_a_soft_plan_that_finds_no_boundary_becomes_hard() -> None:
     assert of_kind(nodes[0], Plan)[-1].hard is True
 
 
-def test_a_group_that_does_not_come_up_is_planned_anew() -> None:
+def test_a_group_that_does_not_come_up_is_planned_again() -> None:
     cluster, nodes = start_running("012", up_limit_seconds=2)
     nodes[1].has_answered = False
     nodes[2].watch_group = lambda: None  # type: ignore[method-assign]
@@ -381,7 +383,7 @@ def test_a_group_that_does_not_come_up_is_planned_anew() -> None:
     )
 
 
-def test_a_start_may_last_as_long_as_its_members_report_that_their_state_grows() -> None:
+def test_a_start_may_last_while_its_members_report_that_their_state_grows() -> None:
     cluster, nodes = start_running("012", up_limit_seconds=2)
     nodes[1].has_answered = False
     nodes[2].watch_group = lambda: None  # type: ignore[method-assign]
@@ -418,7 +420,7 @@ def test_too_few_nodes_leave_their_group_and_wait() -> None:
     assert [node.name for node, _ in cluster.go_members[cluster.gone]] == ["0", "1"]
 
 
-def test_a_member_that_comes_back_without_its_workers_breaks_the_group() -> None:
+def test_a_member_that_reconnects_without_its_workers_breaks_the_group() -> None:
     cluster, nodes = start_running()
     for node in nodes:
         node.watch_group = lambda: None  # type: ignore[method-assign]
@@ -430,7 +432,7 @@ def test_a_member_that_comes_back_without_its_workers_breaks_the_group() -> None
     assert of_kind(nodes[0], Plan)[-1].hard is True
 
 
-def test_a_member_that_comes_back_while_a_group_is_planned_is_asked_again() -> None:
+def test_a_member_that_reconnects_during_planning_gets_the_plan_again() -> None:
     cluster, nodes = start_running("0123", ready_limit_seconds=60)
     nodes[1].die()
     nodes[3].has_answered = False
@@ -447,7 +449,7 @@ def test_a_member_that_comes_back_while_a_group_is_planned_is_asked_again() -> N
     assert [node.name for node, _ in cluster.go_members[cluster.gone]] == ["0", "2", "3"]
 
 
-def test_all_connections_lost_at_once_restart_nothing() -> None:
+def test_the_loss_of_all_connections_restarts_nothing() -> None:
     cluster, nodes = start_running()
     for node in nodes:
         node.disconnect()
@@ -456,14 +458,14 @@ def test_all_connections_lost_at_once_restart_nothing() -> None:
     assert cluster.group.generation == 1
 
 
-def test_a_coordinator_that_slept_accuses_nobody() -> None:
+def test_a_suspended_coordinator_declares_no_node_lost() -> None:
     cluster, _ = start_running()
     cluster.now += 60
     cluster.run(1)
     assert (cluster.condition.phase, cluster.group.generation) == ("Running", 1)
 
 
-def test_a_node_that_spoke_first_after_a_standstill_of_the_coordinator_is_lost_in_time() -> (
+def test_a_node_that_spoke_first_after_a_suspension_of_the_coordinator_is_lost_in_time() -> (
     None
 ):
     cluster, nodes = start_running()
@@ -477,7 +479,7 @@ def test_a_node_that_spoke_first_after_a_standstill_of_the_coordinator_is_lost_i
     assert "0" not in cluster.group.nodes
 
 
-def test_an_up_that_is_sent_again_on_a_new_connection_takes_no_step_back() -> None:
+def test_an_up_repeated_on_a_new_connection_does_not_lower_the_step() -> None:
     cluster, nodes = start_running()
     assert nodes[0].group
     generation = nodes[0].group.generation
@@ -497,7 +499,7 @@ def leave(node: FakeNode) -> None:
     node.say(Leaving())
 
 
-def test_a_node_that_leaves_is_let_go_without_saving_while_others_hold_the_state() -> None:
+def test_a_draining_node_leaves_without_saving_while_others_hold_the_state() -> None:
     cluster, nodes = start_running()
     leave(nodes[0])
     cluster.run_until_running()
@@ -508,7 +510,7 @@ def test_a_node_that_leaves_is_let_go_without_saving_while_others_hold_the_state
     assert cluster.group.accounting.restarts == {"node_left": 1}
 
 
-def test_when_all_leave_exactly_one_saves_and_the_run_stops() -> None:
+def test_if_all_nodes_drain_exactly_one_saves_and_the_run_stops() -> None:
     cluster, nodes = start_running()
     step = cluster.newest_step()
     for node in nodes:
@@ -519,7 +521,7 @@ def test_when_all_leave_exactly_one_saves_and_the_run_stops() -> None:
     assert cluster.condition.phase == "Stopped"
 
 
-def test_a_group_that_nobody_goes_on_with_saves_together_before_it_is_left() -> None:
+def test_a_group_without_remaining_nodes_saves_together_before_it_is_left() -> None:
     cluster, nodes = start_running()
     leave(nodes[0])
     cluster.run_until_running()
@@ -530,7 +532,7 @@ def test_a_group_that_nobody_goes_on_with_saves_together_before_it_is_left() -> 
     assert of_kind(nodes[1], Plan)[-1].saves and of_kind(nodes[2], Plan)[-1].saves
 
 
-def test_when_too_few_go_on_the_leaver_saves() -> None:
+def test_if_too_few_nodes_remain_the_draining_node_saves() -> None:
     cluster, nodes = start_running("01")
     leave(nodes[1])
     cluster.run(2)
@@ -542,7 +544,7 @@ def test_when_too_few_go_on_the_leaver_saves() -> None:
     assert not nodes[0].is_alive
 
 
-def test_newcomers_wait_for_the_only_state_to_be_saved() -> None:
+def test_joining_nodes_wait_until_the_only_state_is_saved() -> None:
     cluster, nodes = start_running("01", max_nodes=2)
     for name in "23":
         cluster.start(name)
@@ -586,7 +588,9 @@ def test_a_spare_leaves_at_once() -> None:
 
 
 @pytest.mark.parametrize(("saves", "code"), [(True, 75), (False, 76)])
-def test_exit_when_empty_says_whether_the_state_was_saved(saves: bool, code: int) -> None:
+def test_exit_when_empty_reports_whether_the_state_was_saved(
+    saves: bool, code: int
+) -> None:
     cluster, nodes = start_running("01", exit_when_empty=True)
     for node in nodes:
         leave(node)
@@ -608,7 +612,7 @@ def test_exit_when_empty_says_whether_the_state_was_saved(saves: bool, code: int
 # ---- identity ----------------------------------------------------------------------------------------------
 
 
-def test_the_newest_process_of_a_node_wins_for_good() -> None:
+def test_the_newest_process_of_a_node_permanently_replaces_the_older_one() -> None:
     cluster, nodes = start_running()
     twin = cluster.start(1)
     cluster.run_until_running()
@@ -645,7 +649,7 @@ def test_the_newest_process_of_a_node_wins_for_good() -> None:
         ({"known_generation": 2**53 - 1}, "WrongValue", "hello.generation"),
     ],
 )
-def test_a_stranger_is_refused_and_told_why(
+def test_a_node_of_another_run_is_refused_with_a_reason(
     changes: dict[str, Any], reason: str, words: str
 ) -> None:
     cluster, _ = start_running()
@@ -659,7 +663,7 @@ def test_a_stranger_is_refused_and_told_why(
 
 
 @pytest.mark.parametrize("token", ["", "no", "é", TOKEN[:-1], f"{TOKEN} "])
-def test_without_the_token_a_refusal_says_nothing_of_the_run_and_changes_nothing(
+def test_without_the_token_a_refusal_reveals_nothing_of_the_run_and_changes_nothing(
     token: str,
 ) -> None:
     cluster, nodes = start_running()
@@ -686,7 +690,7 @@ def test_without_the_token_a_refusal_says_nothing_of_the_run_and_changes_nothing
     assert all(node.is_alive and node.group for node in nodes)
 
 
-def test_a_coordinator_that_was_given_no_token_lets_nobody_in() -> None:
+def test_a_coordinator_without_a_token_admits_no_node() -> None:
     for settings in (
         GroupSettings("r", 1, 2, 2, token=""),
         GroupSettings("r", 1, 2, 2, token=TOKEN),
@@ -704,7 +708,7 @@ def test_a_coordinator_that_was_given_no_token_lets_nobody_in() -> None:
         ] == ["WrongToken"]
 
 
-def test_a_node_that_beats_is_lost_only_when_it_says_nothing_itself_for_a_lease() -> None:
+def test_a_node_with_heartbeats_is_lost_only_if_it_is_silent_itself_for_a_lease() -> None:
     cluster, nodes = start_running(silence_seconds=0.6, lease_seconds=3)
     slow, mute = nodes[1], nodes[2]
     slow.is_frozen = mute.is_frozen = True
@@ -719,7 +723,7 @@ def test_a_node_that_beats_is_lost_only_when_it_says_nothing_itself_for_a_lease(
         cluster.run(0.1)
 
 
-def test_a_crowd_is_refused() -> None:
+def test_connections_beyond_the_limit_are_refused() -> None:
     cluster, _ = start_running(max_members=3)
     answer = hello(cluster)
     assert isinstance(answer, Refused)
@@ -729,7 +733,7 @@ def test_a_crowd_is_refused() -> None:
 # ---- failures ----------------------------------------------------------------------------------------------
 
 
-def test_a_broken_group_is_planned_anew_with_everybody() -> None:
+def test_a_broken_group_is_planned_again_with_all_nodes() -> None:
     cluster, nodes = start_running()
     break_group(nodes[1], "peer_lost")
     cluster.run_until_running()
@@ -739,7 +743,9 @@ def test_a_broken_group_is_planned_anew_with_everybody() -> None:
 
 
 @pytest.mark.parametrize("cause", ["worker_crash", "stuck", "peer_lost"])
-def test_a_plan_names_its_cause_as_a_value_beside_its_reason(cause: BreakCause) -> None:
+def test_a_plan_has_its_cause_as_a_value_separate_from_its_reason(
+    cause: BreakCause,
+) -> None:
     cluster, nodes = start_running()
     break_group(nodes[1], cause)
     cluster.run_until_running()
@@ -754,7 +760,7 @@ def break_whole_group(cluster: Cluster, *, step: int = 5) -> None:
     cluster.run(0.2)
 
 
-def test_a_group_that_breaks_again_at_the_same_step_although_nobody_was_lost_uses_up_the_failures() -> (
+def test_a_group_that_repeatedly_breaks_at_the_same_step_uses_up_the_failure_budget() -> (
     None
 ):
     cluster, nodes = start_running(max_failures_without_progress=2)
@@ -778,7 +784,7 @@ def test_a_group_that_breaks_again_at_the_same_step_although_nobody_was_lost_use
     assert [len(of_kind(node, End)) for node in nodes] == [1, 1, 1]
 
 
-def test_breaks_with_progress_between_them_are_free() -> None:
+def test_breaks_with_progress_between_them_count_no_failure() -> None:
     cluster, _ = start_running(max_failures_without_progress=0)
     cluster.train = lambda: None  # type: ignore[method-assign]
     for step in range(5, 10):
@@ -788,7 +794,7 @@ def test_breaks_with_progress_between_them_are_free() -> None:
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.4])
-def test_a_break_that_lost_a_node_is_free_even_if_the_loss_is_seen_later(
+def test_a_break_by_a_lost_node_counts_no_failure_although_the_loss_is_detected_later(
     delay: float,
 ) -> None:
     cluster, _ = start_running("0123", max_failures_without_progress=0)
@@ -805,7 +811,7 @@ def test_a_break_that_lost_a_node_is_free_even_if_the_loss_is_seen_later(
     assert (cluster.exit_code, cluster.group.budget.used) == (None, 0)
 
 
-def test_a_group_whose_nodes_fall_silent_again_and_again_and_come_back_uses_up_the_failures() -> (
+def test_a_group_whose_nodes_repeatedly_fall_silent_and_return_uses_up_the_failure_budget() -> (
     None
 ):
     cluster, nodes = start_running(max_failures_without_progress=2)
@@ -832,7 +838,7 @@ def test_a_group_whose_nodes_fall_silent_again_and_again_and_come_back_uses_up_t
         assert words in message
 
 
-def test_silences_with_progress_between_them_are_free() -> None:
+def test_silences_with_progress_between_them_count_no_failure() -> None:
     cluster, nodes = start_running(max_failures_without_progress=0)
     for number in range(8):
         nodes[1].is_cut = True
@@ -854,7 +860,7 @@ def lose_for_good(cluster: Cluster, name: str) -> None:
     cluster.run(0.5)
 
 
-def test_fifty_preemptions_in_a_row_with_progress_between_them_are_free() -> None:
+def test_fifty_preemptions_with_progress_between_them_count_no_failure() -> None:
     cluster, _ = start_running("0123", max_failures_without_progress=0, min_nodes=1)
     for number in range(50):
         lose_for_good(cluster, str(number % 4))
@@ -865,7 +871,7 @@ def test_fifty_preemptions_in_a_row_with_progress_between_them_are_free() -> Non
     assert (cluster.exit_code, cluster.group.budget.used) == (None, 0)
 
 
-def test_nodes_that_are_lost_for_ever_without_progress_end_the_run_in_the_end() -> None:
+def test_nodes_that_are_lost_repeatedly_without_progress_end_the_run_eventually() -> None:
     cluster, nodes = start_running("0123", max_failures_without_progress=1)
     nodes[0].say(Progress(1, 5))
     cluster.train = lambda: None  # type: ignore[method-assign]
@@ -884,7 +890,7 @@ def test_nodes_that_are_lost_for_ever_without_progress_end_the_run_in_the_end() 
     )
 
 
-def test_nodes_that_are_asked_to_go_again_and_again_are_free() -> None:
+def test_nodes_that_are_repeatedly_asked_to_drain_count_no_failure() -> None:
     cluster, _ = start_running("0123", max_failures_without_progress=0)
     cluster.train = lambda: None  # type: ignore[method-assign]
     for number in range(30):
@@ -949,7 +955,7 @@ def test_failures_without_progress_end_the_run_and_name_the_root_cause() -> None
     assert cluster.condition.phase == "Failed"
 
 
-def test_progress_starts_the_count_anew() -> None:
+def test_progress_resets_the_failure_count() -> None:
     cluster, nodes = start_running(max_failures_without_progress=2)
     cluster.train = lambda: None  # type: ignore[method-assign]
     fail_often(cluster, 2)
@@ -962,7 +968,7 @@ def test_progress_starts_the_count_anew() -> None:
 
 
 @pytest.mark.parametrize("is_reported", [False, True])
-def test_a_step_that_was_finished_before_a_failure_is_no_progress_when_it_is_known_later(
+def test_a_step_finished_before_a_failure_but_reported_later_is_not_progress(
     is_reported: bool,
 ) -> None:
     cluster, nodes = start_running(max_failures_without_progress=2)
@@ -988,7 +994,7 @@ def test_a_step_that_was_finished_before_a_failure_is_no_progress_when_it_is_kno
     assert cluster.exit_code == 70
 
 
-def test_new_steps_are_those_that_whole_groups_finish_for_the_first_time() -> None:
+def test_new_steps_are_steps_that_a_whole_group_finishes_for_the_first_time() -> None:
     cluster, nodes = start_running()
     cluster.train = lambda: None  # type: ignore[method-assign]
 
@@ -1021,7 +1027,7 @@ def test_with_fresh_workers_only_a_newer_checkpoint_is_progress() -> None:
     assert cluster.group.budget.used == 0
 
 
-def test_what_no_retry_can_cure_ends_the_run_with_64() -> None:
+def test_a_failure_that_no_retry_can_resolve_ends_the_run_with_64() -> None:
     cluster, nodes = start_running()
     break_group(nodes[0], "user_error", is_final=True, exit_code=64, message="no such file")
     cluster.run(0.2)
@@ -1030,7 +1036,7 @@ def test_what_no_retry_can_cure_ends_the_run_with_64() -> None:
     assert of_kind(nodes[2], End)[-1].message == "no such file"
 
 
-def test_a_storm_of_broken_groups_slows_down() -> None:
+def test_repeatedly_broken_groups_are_planned_with_growing_pauses() -> None:
     cluster, _ = start_running(max_failures_without_progress=1000)
     cluster.train = lambda: None  # type: ignore[method-assign]
     for _ in range(200):
@@ -1044,7 +1050,7 @@ def test_a_storm_of_broken_groups_slows_down() -> None:
 # ---- the end -----------------------------------------------------------------------------------------------
 
 
-def test_the_result_ends_the_run_for_all_and_for_late_joiners() -> None:
+def test_the_result_ends_the_run_for_all_nodes_and_for_late_joiners() -> None:
     cluster, nodes = start_running()
     nodes[0].say(Result(1, 100))
     cluster.run(0.2)
@@ -1054,7 +1060,7 @@ def test_the_result_ends_the_run_for_all_and_for_late_joiners() -> None:
     assert cluster.condition.phase == "Complete"
 
 
-def test_a_finished_run_keeps_no_core_busy() -> None:
+def test_a_finished_run_uses_no_cpu() -> None:
     cluster, nodes = start_running()
     leave(nodes[1])
     nodes[0].say(Result(1, 100))
@@ -1062,7 +1068,7 @@ def test_a_finished_run_keeps_no_core_busy() -> None:
     assert events.next_tick(cluster.group, now=cluster.now) > cluster.now + 0.1
 
 
-def test_a_result_of_an_older_generation_is_none() -> None:
+def test_a_result_of_an_older_generation_is_ignored() -> None:
     cluster, nodes = start_running()
     nodes[0].die()
     cluster.run_until_running()
@@ -1070,7 +1076,7 @@ def test_a_result_of_an_older_generation_is_none() -> None:
     assert cluster.exit_code is None
 
 
-def test_fresh_workers_are_done_when_all_are() -> None:
+def test_a_run_with_fresh_workers_is_done_if_all_nodes_are_done() -> None:
     cluster, nodes = start_running(recovery="fresh")
     for node in nodes:
         assert cluster.exit_code is None
@@ -1079,7 +1085,7 @@ def test_fresh_workers_are_done_when_all_are() -> None:
     assert cluster.exit_code == 0
 
 
-def test_the_status_says_which_workers_have_finished_and_the_other_nodes_are_told() -> None:
+def test_the_status_names_finished_workers_and_the_other_nodes_get_finishing() -> None:
     cluster, nodes = start_running(recovery="fresh")
     nodes[0].group = None
     nodes[0].say(Finished(1, 1))
@@ -1098,7 +1104,7 @@ def test_the_status_says_which_workers_have_finished_and_the_other_nodes_are_tol
     assert [len(of_kind(node, Finishing)) for node in nodes[1:]] == [1, 1]
 
 
-def test_a_node_lost_after_its_work_is_not_missed() -> None:
+def test_a_node_lost_after_it_was_done_causes_no_plan() -> None:
     cluster, nodes = start_running(recovery="fresh")
     nodes[0].group = None
     nodes[0].say(Done(1))
@@ -1111,7 +1117,7 @@ def test_a_node_lost_after_its_work_is_not_missed() -> None:
     assert cluster.exit_code == 0
 
 
-def test_those_not_done_restart_even_below_the_minimum_when_a_member_is_lost() -> None:
+def test_unfinished_nodes_restart_even_below_the_minimum_if_a_member_is_lost() -> None:
     cluster, nodes = start_running(recovery="fresh")
     nodes[0].group = None
     nodes[0].say(Done(1))
@@ -1126,7 +1132,7 @@ def test_those_not_done_restart_even_below_the_minimum_when_a_member_is_lost() -
 
 
 @pytest.mark.parametrize("is_one_there", [False, True])
-def test_a_held_join_waits_for_a_checkpoint_after_it_not_for_one_before(
+def test_a_held_join_waits_for_a_later_checkpoint_and_not_an_earlier_one(
     is_one_there: bool,
 ) -> None:
     cluster, nodes = start_running(
@@ -1143,7 +1149,7 @@ def test_a_held_join_waits_for_a_checkpoint_after_it_not_for_one_before(
     assert len(cluster.go_members[2]) == 4
 
 
-def test_a_hold_ends_by_itself() -> None:
+def test_a_hold_ends_after_a_bounded_time() -> None:
     cluster, _ = start_running(recovery="fresh", hold_joins=True, longest_hold_seconds=5)
     cluster.start(7)
     cluster.run(4)
@@ -1152,7 +1158,7 @@ def test_a_hold_ends_by_itself() -> None:
     assert len(cluster.go_members[2]) == 4
 
 
-def test_nobody_is_held_while_nodes_are_missing() -> None:
+def test_no_join_is_held_while_nodes_are_missing() -> None:
     cluster, nodes = start_running(
         recovery="fresh", hold_joins=True, longest_hold_seconds=50
     )
@@ -1163,7 +1169,7 @@ def test_nobody_is_held_while_nodes_are_missing() -> None:
     assert len(cluster.go_members[3]) == 3
 
 
-def test_only_a_plan_for_newcomers_leaves_time_for_a_save_in_flight() -> None:
+def test_only_a_plan_for_joining_nodes_leaves_time_for_a_running_save() -> None:
     cluster, nodes = start_running(save_patience_seconds=1.0)
     cluster.start(7)
     cluster.run(1)
@@ -1196,7 +1202,7 @@ def test_a_running_group_is_adopted_without_a_plan() -> None:
 
 
 @pytest.mark.parametrize("recovery", ["in-process", "fresh"])
-def test_a_newcomer_that_differs_and_is_quicker_than_the_group_costs_the_group_nothing(
+def test_a_joining_node_with_other_settings_does_not_disturb_the_adopted_group(
     recovery: str,
 ) -> None:
     cluster, nodes = start_running(recovery=recovery)
@@ -1212,7 +1218,7 @@ def test_a_newcomer_that_differs_and_is_quicker_than_the_group_costs_the_group_n
     )
 
 
-def test_an_incomplete_group_is_planned_anew_after_a_lease() -> None:
+def test_an_incomplete_group_is_planned_again_after_a_lease() -> None:
     cluster, nodes = start_running(lease_seconds=1.5)
     cluster.restart_coordinator()
     nodes[1].die()
@@ -1222,7 +1228,7 @@ def test_an_incomplete_group_is_planned_anew_after_a_lease() -> None:
     assert [node.name for node, _ in cluster.go_members[2]] == ["0", "2"]
 
 
-def test_a_number_is_never_used_twice_even_if_the_journal_is_lost() -> None:
+def test_a_generation_is_never_used_twice_although_the_journal_is_lost() -> None:
     cluster, nodes = start_running()
     nodes[0].die()
     cluster.run_until_running()
@@ -1232,7 +1238,7 @@ def test_a_number_is_never_used_twice_even_if_the_journal_is_lost() -> None:
 
 
 @pytest.mark.parametrize("recovery", ["in-process", "fresh"])
-def test_a_new_epoch_with_an_empty_journal_adopts_the_living_group_without_a_plan(
+def test_a_new_epoch_with_an_empty_journal_adopts_the_running_group_without_a_plan(
     recovery: str,
 ) -> None:
     cluster, nodes = start_running(recovery=recovery)
@@ -1254,9 +1260,7 @@ def test_a_new_epoch_with_an_empty_journal_adopts_the_living_group_without_a_pla
     assert cluster.gone == (2 << 32) + 1, "numbers only grow"
 
 
-def test_a_new_epoch_makes_a_plan_that_was_in_the_air_anew_and_nobody_stops_before_a_boundary() -> (
-    None
-):
+def test_a_new_epoch_repeats_an_unanswered_plan_and_nodes_stop_only_at_a_boundary() -> None:
     cluster, nodes = start_running(recovery="fresh")
     for node in nodes:
         node.has_answered = False
@@ -1278,9 +1282,7 @@ def test_a_new_epoch_makes_a_plan_that_was_in_the_air_anew_and_nobody_stops_befo
     ]
 
 
-def test_a_new_epoch_waits_a_lease_for_a_member_that_is_missing_and_plans_without_it() -> (
-    None
-):
+def test_a_new_epoch_waits_a_lease_for_a_missing_member_and_plans_without_it() -> None:
     cluster, nodes = start_running(lease_seconds=4)
     cluster.restart_coordinator(epoch=1)
     nodes[1].die()
@@ -1297,7 +1299,7 @@ def test_a_new_epoch_waits_a_lease_for_a_member_that_is_missing_and_plans_withou
     ]
 
 
-def test_where_the_first_epoch_is_not_0_nobody_is_waited_for_if_nothing_runs_but_after_a_restart_within_it() -> (
+def test_a_later_epoch_waits_for_no_old_group_if_nothing_runs_except_after_its_own_restart() -> (
     None
 ):
     cluster = Cluster(make_settings(expect=2, lease_seconds=60, nothing_runs=True, epoch=3))
@@ -1315,7 +1317,7 @@ def test_where_the_first_epoch_is_not_0_nobody_is_waited_for_if_nothing_runs_but
     )
 
 
-def test_what_a_member_says_before_its_group_is_adopted_counts() -> None:
+def test_messages_of_a_member_before_its_group_is_adopted_are_kept() -> None:
     cluster, nodes = start_running(recovery="fresh")
     cluster.restart_coordinator(epoch=1)
     nodes[2].is_cut = True
@@ -1331,7 +1333,7 @@ def test_what_a_member_says_before_its_group_is_adopted_counts() -> None:
     assert cluster.group.world and cluster.group.world.done == {nodes[1].key}
 
 
-def test_a_group_that_may_not_go_on_may_not_write_either() -> None:
+def test_a_group_that_may_not_continue_may_not_commit_either() -> None:
     cluster, nodes = start_running()
     cluster.restart_coordinator(epoch=1)
     nodes[2].die()
@@ -1345,7 +1347,7 @@ def test_a_group_that_may_not_go_on_may_not_write_either() -> None:
 
 @pytest.mark.parametrize("is_stunned", [False, True])
 @pytest.mark.parametrize("code", [75, 76])
-def test_a_lost_lease_is_no_wish_to_stop(code: int, is_stunned: bool) -> None:
+def test_a_lost_lease_is_not_a_request_to_stop(code: int, is_stunned: bool) -> None:
     cluster, nodes = start_running(recovery="fresh")
     if is_stunned:
         # The coordinator's host stood still; the connections have stood.
@@ -1365,7 +1367,7 @@ def test_a_lost_lease_is_no_wish_to_stop(code: int, is_stunned: bool) -> None:
     assert [node.name for node, _ in cluster.go_members[cluster.gone]] == ["0", "1", "2"]
 
 
-def test_a_wish_to_stop_that_comes_over_a_new_connection_counts() -> None:
+def test_a_stop_request_on_a_new_connection_counts() -> None:
     cluster, nodes = start_running(recovery="fresh", lease_seconds=3)
     for node in nodes:
         node.disconnect()
@@ -1375,7 +1377,7 @@ def test_a_wish_to_stop_that_comes_over_a_new_connection_counts() -> None:
 
 
 @pytest.mark.parametrize("recovery", ["fresh", "in-process"])
-def test_a_run_that_was_stopped_while_no_coordinator_was_there_is_not_begun_again(
+def test_a_run_that_stopped_without_a_coordinator_is_not_started_again(
     recovery: str,
 ) -> None:
     """Its workers have ended: a node that comes back has no place in a group any more, and says how the run
@@ -1396,7 +1398,7 @@ def test_a_run_that_was_stopped_while_no_coordinator_was_there_is_not_begun_agai
     ("reason", "told"),
     [("non_finite", "NonFinite"), ("stop_file", "StopFile"), ("after-step", "AfterStep")],
 )
-def test_why_a_run_stopped_is_told_as_kubernetes_writes_reasons(
+def test_the_reason_of_a_stop_is_reported_as_a_kubernetes_reason(
     reason: str, told: str
 ) -> None:
     cluster, nodes = start_running("01")
@@ -1405,7 +1407,7 @@ def test_why_a_run_stopped_is_told_as_kubernetes_writes_reasons(
     assert (status["phase"], status["reason"]) == ("Stopped", told)
 
 
-def test_strangers_do_not_start_while_a_group_may_run_unseen() -> None:
+def test_other_nodes_do_not_start_while_a_group_may_run_unobserved() -> None:
     cluster, nodes = start_running("01", lease_seconds=4)
     for node in nodes:
         node.is_cut = True
@@ -1418,7 +1420,7 @@ def test_strangers_do_not_start_while_a_group_may_run_unseen() -> None:
     assert [node.name for node, _ in cluster.go_members[2]] == ["5", "6", "7"]
 
 
-def test_nobody_is_waited_for_where_nothing_runs() -> None:
+def test_if_nothing_runs_the_start_waits_for_no_old_group() -> None:
     cluster = Cluster(
         make_settings(expect=2, lease_seconds=60, nothing_runs=True), generation=7
     )
@@ -1427,14 +1429,14 @@ def test_nobody_is_waited_for_where_nothing_runs() -> None:
     assert cluster.gone == 8
 
 
-def test_an_epoch_stands_in_the_high_bits() -> None:
+def test_the_epoch_is_in_the_high_bits_of_a_generation() -> None:
     cluster = Cluster(make_settings(expect=2, epoch=3))
     cluster.start(0), cluster.start(1)
     cluster.run_until_running()
     assert cluster.group.generation == (3 << 32) + 1
 
 
-def test_a_replaced_coordinator_takes_nobody_from_its_successor() -> None:
+def test_a_replaced_coordinator_admits_no_node_of_its_successor() -> None:
     cluster = Cluster(make_settings(expect=2, epoch=3))
     effects = events.on_hello(
         cluster.group,
@@ -1446,7 +1448,7 @@ def test_a_replaced_coordinator_takes_nobody_from_its_successor() -> None:
     assert cluster.group.nodes == {}
 
 
-def test_what_was_broken_before_the_restart_is_planned_after_adoption() -> None:
+def test_a_break_before_the_coordinator_restart_is_planned_after_adoption() -> None:
     cluster, nodes = start_running()
     cluster.restart_coordinator()
     for node in nodes:
@@ -1459,7 +1461,7 @@ def test_what_was_broken_before_the_restart_is_planned_after_adoption() -> None:
 # ---- fences ------------------------------------------------------------------------------------------------
 
 
-def test_a_group_of_strangers_waits_until_the_old_one_has_lost_its_lease() -> None:
+def test_a_group_of_other_nodes_waits_until_the_old_group_has_lost_its_lease() -> None:
     cluster, nodes = start_running(lease_seconds=3)
     cut_at = cluster.now
     for node in nodes:
@@ -1473,7 +1475,7 @@ def test_a_group_of_strangers_waits_until_the_old_one_has_lost_its_lease() -> No
     assert all(node.group is None for node in nodes)
 
 
-def test_nobody_waits_for_a_group_that_left() -> None:
+def test_the_start_does_not_wait_for_a_group_that_drained() -> None:
     cluster, nodes = start_running("01", lease_seconds=60)
     for node in nodes:
         leave(node)
@@ -1506,7 +1508,7 @@ def test_only_the_running_generation_may_commit() -> None:
     assert not may_commit(cluster, nodes[0], 3)
 
 
-def test_a_leaver_that_was_told_to_save_may_commit() -> None:
+def test_a_draining_node_that_was_asked_to_save_may_commit() -> None:
     cluster, nodes = start_running("01")
     nodes[1].has_answered = False
     leave(nodes[1])
@@ -1521,7 +1523,7 @@ def test_a_leaver_that_was_told_to_save_may_commit() -> None:
 # ---- nonsense ----------------------------------------------------------------------------------------------
 
 
-def test_a_group_that_may_run_unseen_is_waited_for_although_the_first_node_to_come_is_replaced() -> (
+def test_an_unobserved_group_is_waited_for_although_the_first_connected_node_is_replaced() -> (
     None
 ):
     cluster, nodes = start_running()
@@ -1548,7 +1550,7 @@ def test_messages_of_unknown_connections_are_ignored() -> None:
     assert events.on_lost(cluster.group, 12345, "x", now=cluster.now) == []
 
 
-def test_a_node_of_an_older_group_is_told_to_leave_it() -> None:
+def test_a_node_of_an_older_group_is_asked_to_leave_it() -> None:
     cluster, _ = start_running(max_nodes=3)
     answers = events.on_hello(
         cluster.group,

@@ -54,7 +54,7 @@ def test_members_are_kept_before_spares_of_a_lower_index() -> None:
     ]
 
 
-def test_places_are_consecutive() -> None:
+def test_rank_placements_are_consecutive() -> None:
     nodes = [build_node("0", workers=2), build_node("1", workers=3), build_node("2")]
     assert list(assign_places(nodes).values()) == [
         RankPlacement(0, 2),
@@ -101,7 +101,7 @@ def test_a_group_is_found_running_only_if_every_rank_is_covered_once(
         ([], [], -1, None),
     ],
 )
-def test_one_leaver_saves_what_nobody_else_goes_on_with(
+def test_one_draining_node_saves_a_state_that_no_other_node_continues_with(
     leavers: list[tuple[str, int | None]],
     staying: list[tuple[str, int | None]],
     saved: int,
@@ -121,7 +121,7 @@ def build_failure(
     return GenerationFailure("0", at, Broken(generation, cause, step=step))
 
 
-def test_the_root_cause_is_the_earliest_that_is_no_consequence() -> None:
+def test_the_root_cause_is_the_earliest_that_is_not_a_consequence() -> None:
     peer, late, early = (
         build_failure("peer_lost", 1.0),
         build_failure("stuck", 3.0),
@@ -142,7 +142,7 @@ def test_a_broken_generation_counts_once() -> None:
     assert budget.is_exhausted
 
 
-def test_the_root_cause_is_found_behind_the_consequences_of_a_thousand_nodes() -> None:
+def test_the_root_cause_is_found_among_the_consequences_of_a_thousand_nodes() -> None:
     budget = FailureBudget(3, "in-process")
     for at in range(1000):
         budget.report(build_failure("peer_lost", 1.0 + at / 1000), TrainingState())
@@ -152,7 +152,7 @@ def test_the_root_cause_is_found_behind_the_consequences_of_a_thousand_nodes() -
     assert "out_of_memory on a worker without a rank" in budget.describe()
 
 
-def test_the_trouble_of_a_host_is_no_failure_of_the_run_in_a_large_group_either() -> None:
+def test_a_host_fault_is_not_a_failure_of_the_run_in_a_large_group_either() -> None:
     budget = FailureBudget(0, "in-process")
     for generation in (1, 2):
         for at in range(100):
@@ -167,7 +167,7 @@ def test_the_trouble_of_a_host_is_no_failure_of_the_run_in_a_large_group_either(
     assert budget.used == 0
 
 
-def test_progress_is_a_step_above_all_that_were_ever_reached() -> None:
+def test_progress_is_a_step_above_the_highest_step_ever_reached() -> None:
     budget = FailureBudget(3, "in-process")
     budget.report(build_failure("stuck", 1.0, step=3), TrainingState(step=10))
     budget.observe(TrainingState(step=10))
@@ -176,7 +176,7 @@ def test_progress_is_a_step_above_all_that_were_ever_reached() -> None:
     assert budget.used == 0
 
 
-def test_what_reports_nothing_makes_progress_by_running_long() -> None:
+def test_a_run_without_step_reports_makes_progress_by_running_long() -> None:
     budget = FailureBudget(1, "fresh")
     at = 0.0
     for generation in range(1, 6):
@@ -206,7 +206,7 @@ def conclude(
     budget.conclude(Break(generation, at, lost=lost), training)
 
 
-def test_a_loss_of_a_node_begins_the_count_of_unexplained_breaks_anew() -> None:
+def test_the_loss_of_a_node_resets_the_count_of_unexplained_breaks() -> None:
     budget = FailureBudget(3, "fresh")
     for generation, is_whole in enumerate((True, False, True, True, True), start=1):
         conclude(
@@ -215,7 +215,9 @@ def test_a_loss_of_a_node_begins_the_count_of_unexplained_breaks_anew() -> None:
     assert budget.used == 2
 
 
-def test_with_fresh_workers_an_unexplained_break_after_a_newer_checkpoint_is_free() -> None:
+def test_with_fresh_workers_an_unexplained_break_after_a_newer_checkpoint_counts_no_failure() -> (
+    None
+):
     budget = FailureBudget(3, "fresh")
     conclude(budget, 1, TrainingState(step=9, checkpoint_step=5))
     conclude(budget, 2, TrainingState(step=12, checkpoint_step=10))
@@ -224,7 +226,7 @@ def test_with_fresh_workers_an_unexplained_break_after_a_newer_checkpoint_is_fre
     assert budget.used == 1
 
 
-def test_unexplained_breaks_long_apart_are_free_where_nothing_is_reported() -> None:
+def test_unexplained_breaks_far_apart_count_no_failure_if_nothing_is_reported() -> None:
     budget = FailureBudget(3, "fresh")
     for generation in range(1, 4):
         conclude(budget, generation, TrainingState(), at=generation * UNDISTURBED_SECONDS)
@@ -237,7 +239,7 @@ def test_unexplained_breaks_long_apart_are_free_where_nothing_is_reported() -> N
     )
 
 
-def test_trouble_of_a_host_counts_a_tenth_also_where_others_only_saw_it_fail() -> None:
+def test_a_host_fault_counts_a_tenth_although_other_nodes_report_only_a_lost_peer() -> None:
     budget = FailureBudget(0, "in-process")
     for generation in range(1, LOSSES_PER_FAILURE + 1):
         assert not budget.is_exhausted
@@ -255,7 +257,7 @@ def test_trouble_of_a_host_counts_a_tenth_also_where_others_only_saw_it_fail() -
     )
 
 
-def test_a_generation_that_has_a_cause_counts_once_and_only_for_that() -> None:
+def test_a_generation_with_a_cause_counts_once_and_only_for_that_cause() -> None:
     budget = FailureBudget(3, "in-process")
     for generation in (1, 2):
         budget.report(
@@ -269,7 +271,7 @@ def test_a_generation_that_has_a_cause_counts_once_and_only_for_that() -> None:
     assert "worker_crash" in budget.describe()
 
 
-def test_lost_seconds_belong_to_the_cause_not_to_its_consequence() -> None:
+def test_lost_seconds_are_attributed_to_the_cause_and_not_to_its_consequence() -> None:
     accounting = Accounting()
     accounting.begin("peer_lost", at=10.0)
     accounting.begin("worker_crash", at=9.5)
@@ -281,7 +283,7 @@ def test_lost_seconds_belong_to_the_cause_not_to_its_consequence() -> None:
     assert accounting.observe_lost(now=50.0) == {"worker_crash": 3.5}
 
 
-def test_a_planned_change_that_goes_wrong_is_accounted_to_what_went_wrong() -> None:
+def test_a_planned_change_that_fails_is_attributed_to_the_failure() -> None:
     accounting = Accounting()
     accounting.begin("node_joined", at=10.0)
     accounting.begin("node_lost", at=11.0)

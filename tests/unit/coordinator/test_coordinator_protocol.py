@@ -75,18 +75,20 @@ NODE_MESSAGES = st.one_of(
 
 
 @given(NODE_MESSAGES)
-def test_what_a_node_encodes_is_what_the_coordinator_reads(message: Message) -> None:
+def test_a_message_encoded_by_a_node_is_decoded_by_the_coordinator(
+    message: Message,
+) -> None:
     assert decode_from_node(encode(message)) == message
 
 
-def test_nested_and_optional_fields_survive_the_wire() -> None:
+def test_nested_and_optional_fields_are_decoded_unchanged() -> None:
     assert decode_from_node(encode(HELLO)) == HELLO
     assert decode_from_node(
         encode(dataclasses.replace(HELLO, had=None))
     ) == dataclasses.replace(HELLO, had=None)
 
 
-def test_every_message_has_a_type_of_its_own() -> None:
+def test_every_message_has_its_own_type() -> None:
     names = [kind.TYPE for kind in (*FROM_NODES, *FROM_COORDINATOR)]
     assert len(names) == len(set(names))
 
@@ -118,7 +120,7 @@ def test_unknown_fields_are_ignored() -> None:
         ({"type": ["ready"]}, "type"),
     ],
 )
-def test_a_wrong_field_is_named(changes: dict[str, Any], named: str) -> None:
+def test_an_invalid_field_is_named(changes: dict[str, Any], named: str) -> None:
     line = json.dumps(
         {"type": "ready", "generation": 1, "workers": 1, "port": 5, **changes}
     ).encode()
@@ -138,9 +140,7 @@ def test_a_wrong_field_is_named(changes: dict[str, Any], named: str) -> None:
         (Broken(1, "stuck", time_since=-1), "broken.timeSince"),
     ],
 )
-def test_a_number_of_a_node_that_is_out_of_its_bounds_is_refused(
-    message: Message, field: str
-) -> None:
+def test_a_number_out_of_its_bounds_is_refused(message: Message, field: str) -> None:
     with pytest.raises(ProtocolError, match=re.escape(field)):
         decode_from_node(encode(message))
 
@@ -150,7 +150,7 @@ def test_a_missing_field_is_named() -> None:
         decode_from_node(b'{"type": "ready", "generation": 1, "workers": 1}')
 
 
-def test_a_wrong_field_of_a_nested_object_is_named() -> None:
+def test_an_invalid_field_of_a_nested_object_is_named() -> None:
     found = json.loads(encode(HELLO))
     found["had"]["firstRank"] = "0"
     with pytest.raises(ProtocolError, match=r"hello\.had\.firstRank"):
@@ -158,7 +158,7 @@ def test_a_wrong_field_of_a_nested_object_is_named() -> None:
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400])
-def test_a_number_that_is_not_finite_is_refused(number: str) -> None:
+def test_a_non_finite_number_is_refused(number: str) -> None:
     with pytest.raises(ProtocolError):
         decode_from_node(
             b'{"type": "progress", "generation": 1, "step": 1, "loss": '
@@ -167,12 +167,12 @@ def test_a_number_that_is_not_finite_is_refused(number: str) -> None:
         )
 
 
-def test_a_number_that_is_not_finite_is_not_sent() -> None:
+def test_a_non_finite_number_is_not_sent() -> None:
     with pytest.raises(ProtocolError, match=r"progress\.loss"):
         encode(Progress(1, 1, loss=float("nan")))
 
 
-def test_a_text_that_says_infinity_is_sent() -> None:
+def test_the_text_infinity_is_sent() -> None:
     message = Broken(1, "stuck", message="loss is NaN, was Infinity")
     assert decode_from_node(encode(message)) == message
 
@@ -194,12 +194,12 @@ def test_a_text_that_says_infinity_is_sent() -> None:
         b'{"type": "leaving", "reason": "' + b"x" * (MAX_TEXT + 1) + b'"}',
     ],
 )
-def test_what_is_no_message_is_refused(line: bytes) -> None:
+def test_a_line_that_is_not_a_message_is_refused(line: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode_from_node(line)
 
 
-def test_a_line_that_is_too_long_is_refused_in_both_directions() -> None:
+def test_an_overlong_line_is_refused_in_both_directions() -> None:
     with pytest.raises(ProtocolError):
         decode_from_node(b'{"type": "ping", "x": "' + b"x" * MAX_LINE_BYTES + b'"}')
     with pytest.raises(ProtocolError, match="hello"):
@@ -277,13 +277,13 @@ class Tree:
 TREE = Tree((Leaf("a"), Leaf("b")), {"first": Colour.RED}, anything=[1, {"x": None}])
 
 
-def test_the_codec_takes_any_dataclass_with_lists_enums_and_nested_records() -> None:
+def test_the_codec_supports_any_dataclass_with_lists_enums_and_nested_records() -> None:
     codec = Codec([Tree, Leaf])
     assert codec.decode(codec.encode(TREE)) == TREE
     assert codec.decode(codec.encode(Leaf("x"))) == Leaf("x")
 
 
-def test_a_wrong_item_deep_in_a_record_is_named() -> None:
+def test_an_invalid_item_deep_in_a_record_is_named() -> None:
     found = to_json(TREE)
     found["leaves"][1]["text"] = 3
     with pytest.raises(ProtocolError, match=r"tree\.leaves\[1\]\.text: 3 is not a text"):
@@ -299,7 +299,7 @@ class Weighed:
     trees: tuple[Tree, ...] = ()
 
 
-def test_a_number_that_is_not_finite_is_named_however_deep_it_is() -> None:
+def test_a_non_finite_number_is_named_at_any_depth() -> None:
     with pytest.raises(
         ProtocolError, match=r"^Weighed\.weights\.kl: nan is not a valid JSON number"
     ):
@@ -312,13 +312,13 @@ def test_a_number_that_is_not_finite_is_named_however_deep_it_is() -> None:
         Codec([Weighed]).encode(Weighed({}, trees=(tree,)))
 
 
-def test_a_mapping_of_records_is_written_as_it_is_read() -> None:
+def test_a_mapping_of_records_is_decoded_unchanged() -> None:
     codec = Codec([Weighed])
     record = Weighed({"loss": 0.5}, {"first": Leaf("a")})
     assert codec.decode(codec.encode(record)) == record
 
 
-def test_a_record_with_a_field_that_the_codec_does_not_know_is_refused_at_once() -> None:
+def test_a_record_with_a_field_type_unknown_to_the_codec_is_refused_at_once() -> None:
     kind = dataclasses.make_dataclass("Odd", [("when", complex)], frozen=True)
     with pytest.raises(TypeError, match="complex"):
         Codec([kind])

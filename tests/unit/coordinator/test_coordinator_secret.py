@@ -15,16 +15,16 @@ from evergrad_common.secret import is_token, obtain_token, read_token
 
 
 @pytest.mark.parametrize("said", ["", "secre", "secret ", "\ud800", "sécret"])
-def test_only_the_token_itself_is_the_token(said: str) -> None:
+def test_only_the_exact_token_is_accepted(said: str) -> None:
     assert not is_token(said, "secret")
     assert is_token("secret", "secret")
 
 
-def test_a_run_without_a_token_admits_nobody() -> None:
+def test_a_run_without_a_token_accepts_no_token() -> None:
     assert not is_token("", "")
 
 
-def test_a_token_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
+def test_a_token_is_created_once_and_readable_by_its_owner_only(tmp_path: Path) -> None:
     file = tmp_path / "token"
     token = obtain_token(file)
     assert obtain_token(file) == read_token(file) == token
@@ -32,7 +32,7 @@ def test_a_token_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_two_that_start_at_once_agree_on_one_token(
+def test_two_simultaneous_starts_agree_on_one_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "token"
@@ -50,7 +50,7 @@ def test_two_that_start_at_once_agree_on_one_token(
 
 
 @pytest.mark.parametrize("step", ["new_token", "os.fsync", "os.link"])
-def test_a_kill_between_two_steps_keeps_no_later_start_from_a_token(
+def test_a_kill_between_two_steps_does_not_prevent_a_later_start(
     tmp_path: Path, step: str
 ) -> None:
     file = tmp_path / "token"
@@ -67,7 +67,7 @@ def test_a_kill_between_two_steps_keeps_no_later_start_from_a_token(
     assert obtain_token(file) == read_token(file) != ""
 
 
-def test_a_full_disk_leaves_nothing_behind(
+def test_a_full_disk_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: int) -> None:
@@ -80,7 +80,7 @@ def test_a_full_disk_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("content", ["", "given\n"])
-def test_a_volume_without_hard_links_has_a_token_all_the_same(
+def test_a_volume_without_hard_links_gets_a_token_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
     def fail(*_: Any) -> None:

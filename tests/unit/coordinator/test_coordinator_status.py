@@ -32,7 +32,7 @@ def start_running(number: int = 3) -> Cluster:
     return cluster
 
 
-def test_a_running_group_is_described() -> None:
+def test_the_status_describes_a_running_group() -> None:
     cluster = start_running()
     node = cluster.nodes[0]
     node.say(
@@ -72,7 +72,7 @@ def test_a_running_group_is_described() -> None:
     assert status["maxFailures"] == cluster.group.settings.max_failures_without_progress
 
 
-def test_what_is_not_known_is_null() -> None:
+def test_unknown_values_are_null() -> None:
     status = build_status(Cluster().group, now=1000.0)
     assert [
         status[key]
@@ -88,7 +88,7 @@ def test_members_are_listed_up_to_a_bound_and_counted() -> None:
     assert nodes["numMembers"] == MAX_LISTED + 6
 
 
-def test_the_last_failure_is_told() -> None:
+def test_the_status_has_the_last_failure() -> None:
     cluster = start_running()
     cluster.nodes[1].say(
         Broken(
@@ -108,7 +108,7 @@ def test_the_last_failure_is_told() -> None:
     }  # fmt: skip
 
 
-def test_an_outage_that_lasts_is_already_counted() -> None:
+def test_an_ongoing_outage_is_already_counted() -> None:
     cluster = start_running(2)
     cluster.nodes[1].die()
     cluster.run(5)
@@ -116,7 +116,7 @@ def test_an_outage_that_lasts_is_already_counted() -> None:
     assert 4 < lost["node_lost"] < 6
 
 
-def test_metrics_are_prometheus_text() -> None:
+def test_metrics_are_in_the_prometheus_text_format() -> None:
     cluster = start_running()
     cluster.nodes[1].die()
     cluster.run(3)
@@ -131,7 +131,7 @@ def test_metrics_are_prometheus_text() -> None:
     )
 
 
-def test_what_is_exported_is_what_the_catalogue_has() -> None:
+def test_the_exported_metrics_match_the_catalogue() -> None:
     cluster = start_running()
     cluster.nodes[0].say(
         Progress(
@@ -148,7 +148,7 @@ def test_what_is_exported_is_what_the_catalogue_has() -> None:
     assert helps == [[one.exported, f"{one.help}."] for one in COORDINATOR]
 
 
-def test_a_number_that_nobody_has_reported_is_left_out() -> None:
+def test_a_number_that_was_never_reported_is_omitted() -> None:
     text = build_metrics(start_running().group, EDGE, now=0.0)
     assert "evergrad_run_loss" not in text
     assert "evergrad_run_steps" not in text

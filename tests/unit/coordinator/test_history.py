@@ -46,7 +46,7 @@ def whole(track: Track) -> dict[str, Any]:
 # ---- one series --------------------------------------------------------------------------------------------
 
 
-def test_few_readings_are_kept_as_they_are() -> None:
+def test_few_samples_are_stored_unchanged() -> None:
     track = Track()
     for step in (1, 2, 3):
         track.add(step, {"loss": step / 4})
@@ -56,7 +56,7 @@ def test_few_readings_are_kept_as_they_are() -> None:
     }
 
 
-def test_many_readings_become_means_that_keep_the_least_and_the_greatest() -> None:
+def test_many_samples_become_means_that_keep_the_minimum_and_the_maximum() -> None:
     track = Track()
     for step in range(1, 10 * MOST_ROWS + 1):
         track.add(step, {"loss": 100.0 if step == 5000 else -3.0 if step == 7 else 1.0})
@@ -68,7 +68,7 @@ def test_many_readings_become_means_that_keep_the_least_and_the_greatest() -> No
     assert sorted(track.x) == list(track.x)
 
 
-def test_the_mean_of_all_rows_is_that_of_all_readings() -> None:
+def test_the_mean_of_all_rows_is_the_mean_of_all_samples() -> None:
     track, number = Track(), 5 * MOST_ROWS
     for step in range(number):
         track.add(step, {"loss": float(step % 13)})
@@ -78,7 +78,7 @@ def test_the_mean_of_all_rows_is_that_of_all_readings() -> None:
     assert total == pytest.approx(sum(step % 13 for step in range(number)))
 
 
-def test_a_step_that_is_trained_again_takes_the_place_of_the_lost_ones() -> None:
+def test_a_step_that_is_trained_again_replaces_the_lost_steps() -> None:
     track = Track()
     for step in (1, 2, 3, 4, 5):
         track.add(step, {"loss": 1.0})
@@ -87,7 +87,7 @@ def test_a_step_that_is_trained_again_takes_the_place_of_the_lost_ones() -> None
     assert whole(track)["columns"]["loss"][0] == [1, 1, 2]
 
 
-def test_a_number_that_comes_later_has_no_value_before() -> None:
+def test_a_number_that_is_reported_later_has_no_earlier_values() -> None:
     track = Track()
     track.add(1, {"loss": 1.0})
     track.add(2, {"loss": 1.0, "kl": 4.0})
@@ -98,14 +98,14 @@ def test_a_number_that_comes_later_has_no_value_before() -> None:
     }
 
 
-def test_numbers_beyond_the_bound_are_left_out() -> None:
+def test_numbers_beyond_the_bound_are_omitted() -> None:
     track = Track()
     track.add(1, {f"metric_{number}": 1.0 for number in range(MOST_COLUMNS + 5)})
     track.add(2, {f"other_{number}": 1.0 for number in range(5)})
     assert len(track.columns) == MOST_COLUMNS
 
 
-def test_changes_that_are_applied_one_by_one_give_the_whole() -> None:
+def test_updates_applied_one_by_one_give_the_whole_history() -> None:
     track, page = Track(), dict[str, Any]()
     for number in range(3 * MOST_ROWS):
         # It goes back now and then, and gets a further number on the way.
@@ -118,7 +118,7 @@ def test_changes_that_are_applied_one_by_one_give_the_whole() -> None:
     assert page == whole(track)
 
 
-def test_nothing_is_sent_where_nothing_is_new() -> None:
+def test_nothing_is_sent_without_changes() -> None:
     track = Track()
     track.add(1, {"loss": 1.0})
     assert track.take_change() is not None
@@ -144,7 +144,7 @@ def read(history: RunHistory, group: Group, *, now: float) -> dict[str, Any]:
     return take_update(history, build_page_status(group, now=now), now=now)
 
 
-def test_a_report_of_a_node_is_seen_with_all_of_its_numbers() -> None:
+def test_a_report_of_a_node_is_recorded_with_all_its_numbers() -> None:
     cluster = Cluster(make_settings(expect=2, max_nodes=2))
     for name in range(2):
         cluster.start(name)
@@ -176,7 +176,7 @@ def test_a_report_of_a_node_is_seen_with_all_of_its_numbers() -> None:
     assert update["status"]["run"] == group.settings.run
 
 
-def test_the_same_report_is_read_once() -> None:
+def test_the_same_report_is_recorded_once() -> None:
     group, history = make_group(), RunHistory(began_at=0.0)
     report(group, 5, now=1.0, loss=1.0)
     read(history, group, now=1.0)
@@ -198,7 +198,7 @@ def test_a_step_that_is_reported_again_with_an_evaluation_changes_no_curve() -> 
     assert [len(history.steps.x), *history.steps.columns["loss"].num] == before
 
 
-def test_only_the_parts_of_the_status_that_differ_are_sent() -> None:
+def test_only_changed_parts_of_the_status_are_sent() -> None:
     group, history = make_group(), RunHistory(began_at=0.0)
     read(history, group, now=0.0)
     report(group, 5, now=1.0, loss=1.0)
@@ -209,7 +209,7 @@ def test_only_the_parts_of_the_status_that_differ_are_sent() -> None:
     }
 
 
-def test_a_page_gets_what_the_time_of_nodes_was_used_for_and_the_texts_once() -> None:
+def test_a_page_gets_the_time_accounting_and_the_texts_once() -> None:
     group, history = make_group(), RunHistory(began_at=0.0)
     ledger = group.ledger
     ledger.nodes = {"training": 3, "idle": 1}
@@ -227,7 +227,7 @@ def test_a_page_gets_what_the_time_of_nodes_was_used_for_and_the_texts_once() ->
     assert "status" not in read(history, group, now=20.401)
 
 
-def test_a_page_that_is_opened_later_gets_all_there_is() -> None:
+def test_a_page_that_is_opened_later_gets_the_whole_history() -> None:
     group, history = make_group(), RunHistory(began_at=0.0)
     for second in range(50):
         report(group, second, now=float(second), loss=1.0, checkpoint_step=second)
@@ -241,7 +241,7 @@ def test_a_page_that_is_opened_later_gets_all_there_is() -> None:
     assert set(update["status"]) >= {"run", "phase", "nodes", "restarts"}
 
 
-def test_an_event_without_its_fields_fails_nothing() -> None:
+def test_an_event_without_its_fields_raises_no_error() -> None:
     history = RunHistory(began_at=0.0)
     note_event(history, "broken", {}, now=1.0)
     note_event(history, "gone", {"node": "{x}" * 1000, "why": "y"}, now=1.0)

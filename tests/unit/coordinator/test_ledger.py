@@ -76,7 +76,7 @@ def test_nodes_that_train_are_in_training() -> None:
     assert set(counted(cluster)) <= {"training", "startup", "waiting"}
 
 
-def test_nodes_that_are_too_few_wait() -> None:
+def test_too_few_nodes_are_in_waiting() -> None:
     cluster = start_running(2)
     cluster.nodes[1].die()
     cluster.run(10)
@@ -95,14 +95,14 @@ def test_a_change_of_a_group_that_has_trained_is_recovery() -> None:
     assert "startup" not in counted(cluster) or counted(cluster)["startup"] <= 2
 
 
-def test_a_node_that_is_one_too_many_is_idle() -> None:
+def test_a_spare_node_is_idle() -> None:
     cluster = start_running()
     cluster.start(3)
     cluster.run(10)
     assert counted(cluster)["idle"] == pytest.approx(10, abs=1)
 
 
-def test_steps_below_the_highest_one_are_trained_again() -> None:
+def test_steps_below_the_highest_step_are_counted_as_repeated() -> None:
     cluster = start_running()
     report(cluster.nodes[0], 40)
     cluster.run(5)
@@ -122,7 +122,7 @@ def test_steps_below_the_highest_one_are_trained_again() -> None:
     assert counted(cluster)["repeated"] == pytest.approx(repeated, abs=1)
 
 
-def test_evaluations_and_saves_are_taken_out_of_training() -> None:
+def test_evaluations_and_saves_are_subtracted_from_training() -> None:
     cluster = start_running()
     rank_0 = cluster.nodes[0]
     report(rank_0, 1, evaluating=3.0, saving=1.0)
@@ -137,7 +137,7 @@ def test_evaluations_and_saves_are_taken_out_of_training() -> None:
     assert counted(cluster)["evaluation"] == 12
 
 
-def test_a_report_cannot_claim_more_than_there_was() -> None:
+def test_a_report_cannot_claim_more_time_than_has_passed() -> None:
     cluster = start_running()
     report(cluster.nodes[0], 1, evaluating=0.0, saving=0.0)
     before = sum(counted(cluster).values())
@@ -147,7 +147,7 @@ def test_a_report_cannot_claim_more_than_there_was() -> None:
     assert sum(counted(cluster).values()) - before == 3
 
 
-def test_the_status_says_since_when_nodes_could_train() -> None:
+def test_the_status_has_the_time_at_which_nodes_could_first_train() -> None:
     cluster = start_running()
     cluster.run(10)
     usage = build_status(cluster.group, now=cluster.now)["usage"]
@@ -156,7 +156,7 @@ def test_the_status_says_since_when_nodes_could_train() -> None:
     assert usage["milliseconds"]["training"] > 25_000
 
 
-def test_a_node_that_trained_under_another_coordinator_has_joined_long_ago() -> None:
+def test_a_node_that_trained_under_another_coordinator_has_joined_before() -> None:
     cluster = start_running()
     cluster.run(5)
     cluster.restart_coordinator()
@@ -167,7 +167,7 @@ def test_a_node_that_trained_under_another_coordinator_has_joined_long_ago() -> 
     assert set(counted(cluster)) == {"training"}
 
 
-def test_after_the_end_of_the_run_time_belongs_to_the_end() -> None:
+def test_time_after_the_end_of_the_run_is_teardown() -> None:
     cluster = start_running()
     node = cluster.nodes[0]
     assert node.group is not None
@@ -183,7 +183,7 @@ def test_after_the_end_of_the_run_time_belongs_to_the_end() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.0, 50.0)), max_size=30))
-def test_the_uses_sum_to_the_time_of_the_nodes(
+def test_the_accounted_times_sum_to_the_time_of_the_nodes(
     intervals: list[tuple[int, float]],
 ) -> None:
     ledger, now, expected = Ledger(began_at=100.0), 100.0, 0
@@ -202,7 +202,7 @@ def test_the_uses_sum_to_the_time_of_the_nodes(
     assert ledger.at_milliseconds == round(1000 * (now - 100.0))
 
 
-def test_a_thousand_nodes_that_come_at_once_are_not_counted_at_each_hello() -> None:
+def test_a_thousand_simultaneous_joins_do_not_recount_at_each_hello() -> None:
     cluster = Cluster(make_settings(expect=50, max_nodes=50))
     for name in range(50):
         cluster.start(name)

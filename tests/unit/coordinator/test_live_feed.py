@@ -82,7 +82,7 @@ TOKEN = "a-secret-of-this-test"
 BEARER = f"Authorization: Bearer {TOKEN}"
 
 
-def test_on_loopback_a_browser_of_this_machine_needs_no_token() -> None:
+def test_a_local_browser_needs_no_token_on_loopback() -> None:
     async def story(place: Place) -> None:
         assert await place.status("/") == 200
         assert await place.status("/live") == 200
@@ -98,7 +98,7 @@ def test_on_loopback_a_browser_of_this_machine_needs_no_token() -> None:
     serving(story)
 
 
-def test_elsewhere_the_page_is_open_and_says_nothing_of_the_run() -> None:
+def test_on_other_addresses_the_page_is_open_and_reveals_nothing_of_the_run() -> None:
     async def story(place: Place) -> None:
         place.server.group.log("go", nodes=3)
         reader, writer = await place.ask("/")
@@ -116,7 +116,7 @@ def test_elsewhere_the_page_is_open_and_says_nothing_of_the_run() -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
-def test_the_page_only_reads(method: str) -> None:
+def test_the_page_is_read_only(method: str) -> None:
     async def story(place: Place) -> None:
         for path in ("/", "/live"):
             reader, writer = await asyncio.open_connection("127.0.0.1", place.port)
@@ -127,7 +127,7 @@ def test_the_page_only_reads(method: str) -> None:
     serving(story)
 
 
-def test_a_page_gets_all_there_is_and_then_what_is_new() -> None:
+def test_a_page_gets_the_whole_history_and_then_updates() -> None:
     async def story(place: Place) -> None:
         place.feed.log("gone", node="3", why="silence")
         place.feed.log("rejected", peer="x")
@@ -147,7 +147,7 @@ def test_a_page_gets_all_there_is_and_then_what_is_new() -> None:
     serving(story)
 
 
-def test_an_error_in_one_update_ends_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_one_update_closes_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     take_update, left = live_feed.take_update, [1]
 
     def take(*arguments: Any, **options: Any) -> Any:
@@ -184,7 +184,7 @@ def test_the_last_update_has_the_end_of_the_run() -> None:
     serving(story)
 
 
-def test_pages_beyond_the_bound_are_refused_and_take_no_place_from_others() -> None:
+def test_pages_beyond_the_bound_are_refused_without_displacing_others() -> None:
     async def story(place: Place) -> None:
         pages = [await place.ask("/live") for _ in range(MOST_PAGES)]
         for reader, _ in pages:
@@ -204,7 +204,7 @@ def test_pages_beyond_the_bound_are_refused_and_take_no_place_from_others() -> N
     serving(story)
 
 
-def test_a_page_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_feed, "MOST_UNSENT_BYTES", 100_000)
 
     async def story(place: Place) -> None:
@@ -223,7 +223,7 @@ def test_a_page_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -
     serving(story)
 
 
-def test_pages_that_are_opened_again_and_again_share_what_they_are_sent(
+def test_pages_that_are_reopened_repeatedly_share_one_snapshot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live_feed, "UPDATE_SECONDS", 3600.0)
@@ -245,7 +245,7 @@ def test_pages_that_are_opened_again_and_again_share_what_they_are_sent(
     assert len(rewound) == 1
 
 
-def test_an_opening_that_costs_much_holds_up_no_update_and_is_shared_for_long(
+def test_an_expensive_snapshot_delays_no_update_and_is_shared_for_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A reload of the page of a long run made it stand still for minutes."""
@@ -288,7 +288,7 @@ def test_an_opening_that_costs_much_holds_up_no_update_and_is_shared_for_long(
     serving(story)
 
 
-def test_what_an_opening_sends_is_made_anew_once_its_pause_is_over() -> None:
+def test_the_shared_snapshot_is_rebuilt_after_its_pause() -> None:
     now = 0.0
     feed = LiveFeed(clock=lambda: now)
     feed._group = new_group(make_settings(token=TOKEN), generation=0, now=now)
@@ -303,7 +303,7 @@ def test_what_an_opening_sends_is_made_anew_once_its_pause_is_over() -> None:
     assert len(feed._whole) == 1
 
 
-def test_a_page_is_sent_a_sign_of_life_in_a_long_pause(
+def test_a_page_gets_a_keepalive_during_a_long_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It takes a minute of silence for a lost connection."""
@@ -321,7 +321,7 @@ def test_a_page_is_sent_a_sign_of_life_in_a_long_pause(
     serving(story)
 
 
-def test_a_page_that_reads_slowly_has_the_time_for_all_there_is(
+def test_a_slow_page_has_time_to_read_the_whole_history(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live_feed, "MOST_UNSENT_BYTES", 1000)
@@ -337,7 +337,7 @@ def test_a_page_that_reads_slowly_has_the_time_for_all_there_is(
 
 
 @pytest.mark.parametrize("cost_seconds", [0.0, 0.001, 0.004, 0.02, 0.3])
-def test_updates_take_half_a_percent_of_a_core_at_most(cost_seconds: float) -> None:
+def test_updates_use_at_most_half_a_percent_of_a_core(cost_seconds: float) -> None:
     pause = pause_after(cost_seconds)
     assert pause >= live_feed.UPDATE_SECONDS
     assert cost_seconds / pause <= 0.005 + 1e-12
@@ -376,7 +376,7 @@ class StuckPage(OpenPage):
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_metrics", [3, MOST_DECLARED])
-def test_eight_hours_at_ten_steps_a_second_take_below_a_percent_of_a_core(
+def test_eight_hours_at_ten_steps_a_second_use_less_than_a_percent_of_a_core(
     num_metrics: int,
 ) -> None:
     """Each second of 28,800: a report of rank 0, the reading of the group, and what an open page is sent.
@@ -444,12 +444,14 @@ def test_eight_hours_at_ten_steps_a_second_take_below_a_percent_of_a_core(
         ("localhost:80", "same-site", False),
     ],
 )
-def test_requests_of_other_sites_are_known(host: str, site: str, expected: bool) -> None:
+def test_cross_site_requests_are_detected(host: str, site: str, expected: bool) -> None:
     assert is_own_request(host, site) is expected
 
 
 @pytest.mark.parametrize("name", ["run", "fleet"])
-def test_a_page_is_one_file_whose_scripts_and_styles_alone_may_run(name: str) -> None:
+def test_the_page_is_one_file_and_only_its_own_scripts_and_styles_may_run(
+    name: str,
+) -> None:
     page = build_page(name, needs_token=True)
     policy = page.headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy

@@ -18,7 +18,7 @@ from evergrad_common.metrics import (
 )
 
 
-def test_names_are_unique_and_follow_the_rules_of_prometheus() -> None:
+def test_metric_names_are_unique_and_follow_the_prometheus_rules() -> None:
     series = [*TRAINER, *NODE, *COORDINATOR, *OPERATOR]
     names = [one.name for one in series]
     assert len(set(names)) == len(names)
@@ -40,7 +40,7 @@ def test_a_table_has_a_row_for_each_entry() -> None:
     ]
 
 
-def test_a_page_gets_its_table_anew_and_keeps_what_is_around_it() -> None:
+def test_a_page_gets_its_table_replaced_and_keeps_the_surrounding_text() -> None:
     page = "before\n<!-- table: node -->\nold\n<!-- end -->\nafter\n"
     filled = fill_tables(page)
     assert filled.startswith("before\n<!-- table: node -->\n\n| Metric |")
@@ -56,7 +56,9 @@ def test_a_recipe_declares_its_metrics_by_name_and_meaning() -> None:
     assert declare({}) == ()
 
 
-def test_a_recipe_names_the_unit_of_a_metric_in_brackets_at_the_end_of_its_text() -> None:
+def test_a_recipe_declares_the_unit_of_a_metric_in_brackets_at_the_end_of_its_text() -> (
+    None
+):
     kl, share = declare({"kl": "divergence [from] the reference [nats]", "share": "[all]"})
     assert (kl.unit, kl.help) == ("nats", "divergence [from] the reference")
     assert (share.unit, share.help) == ("", "[all]")
@@ -75,17 +77,17 @@ def test_a_recipe_names_the_unit_of_a_metric_in_brackets_at_the_end_of_its_text(
         ),
     ],
 )
-def test_metrics_that_cannot_be_are_refused_with_a_sentence(
+def test_invalid_metrics_are_refused_with_a_sentence(
     metrics: dict[str, str], words: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         declare(metrics)
 
 
-def test_everything_that_is_wrong_is_said_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     with pytest.raises(ValueError, match=r"'a b' is no name.*'loss' is a column"):
         declare({"a b": "", "loss": ""})
 
 
-def test_every_column_says_how_ranks_are_put_together() -> None:
+def test_every_column_describes_how_values_of_ranks_are_combined() -> None:
     assert all(column.aggregate for column in COLUMNS)

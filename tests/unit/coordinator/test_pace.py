@@ -3,7 +3,7 @@
 from evergrad_common.step_rate import Pace
 
 
-def test_what_is_left_follows_from_the_steps_since_the_first_report() -> None:
+def test_the_remaining_time_follows_from_the_steps_since_the_first_report() -> None:
     pace = Pace()
     assert not pace.has_begun
     assert pace.remaining_seconds(5, 10, now=0.0) is None
@@ -16,7 +16,7 @@ def test_what_is_left_follows_from_the_steps_since_the_first_report() -> None:
     assert pace.remaining_seconds(7, None, now=104.0) is None
 
 
-def test_steps_that_go_back_begin_anew() -> None:
+def test_steps_that_decrease_reset_the_rate() -> None:
     pace = Pace()
     pace.note(50, now=100.0)
     pace.note(10, now=200.0)

@@ -47,7 +47,7 @@ def running(program: str, *, lines: int) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def test_a_process_whose_gil_is_held_for_ever_shows_its_stacks() -> None:
+def test_a_process_with_a_permanently_held_gil_shows_its_stacks() -> None:
     with running(DEADLOCK, lines=2) as process:
         found = {one.label: one for one in find_processes(process.pid)}
         assert set(found) == {"rank 3", "helper"}
@@ -63,7 +63,7 @@ def test_a_process_whose_gil_is_held_for_ever_shows_its_stacks() -> None:
         assert both.count("in hold_the_gil") == 2
 
 
-def test_a_process_without_a_handler_is_not_ended_by_the_question() -> None:
+def test_a_process_without_a_handler_is_not_ended_by_a_stack_request() -> None:
     program = "print(1, flush=True); input()"
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
