@@ -175,7 +175,9 @@ class SourcePreparation:
         Its name also depends on the boundaries of the chunks, because a finished chunk can only be reused by
         a version of Evergrad that divides the content in the same way.
         """
-        return Attempt(self.root / f".tmp-{self.fingerprint}-{self.content.boundaries_hash}")
+        return Attempt(
+            self.root / f".tmp-{self.fingerprint}-{self.content.boundaries_hash}"
+        )
 
     @property
     def dtype(self) -> Dtype:
