@@ -1,4 +1,4 @@
-"""Recipes: what is trained, one folder each. The only place that knows a recipe by its name."""
+"""Recipes: what is trained, one folder per recipe. Only this package refers to recipes by name."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ RECIPES: dict[str, type[Task]] = {
     "preference": Preference,
     "latent_edit": LatentEditTask,
 }
-"""By the name that stands in ``spec.training.recipe``; any other is a task of the user's own."""
+"""Tasks by the value of ``spec.training.recipe``; any other value names a user's task."""
 
 
 def load_task(
@@ -30,16 +30,17 @@ def load_task(
     has_trained: bool = False,
     run_directory: Path | None = None,
 ) -> tuple[Task, Code]:
-    """The task that ``spec.training.recipe`` names, with its options, and what names errors of its code.
+    """Load the task that ``spec.training.recipe`` names, with its options.
 
-    ``has_trained``: the run has made steps. ``run_directory``: as in ``Setup``.
+    Also returns the object that adds places in the task's code to errors. ``has_trained``: the run has made
+    steps. ``run_directory``: as in ``Setup``.
     """
     if training.recipe not in RECIPES:
         return load_own(
             training, base_directory, has_trained=has_trained, run_directory=run_directory
         )
     recipe = RECIPES[training.recipe]
-    # Recipes of ours take no options: the sections of the file say all they need.
+    # The built-in recipes take no options, because sections of the file contain all their settings.
     options = recipe.Options()
     task = recipe(Setup(training, options, base_directory, run_directory))
     return task, Code(None)

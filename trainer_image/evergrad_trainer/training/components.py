@@ -93,7 +93,7 @@ class BestCheckpoint:
 
 @dataclass
 class TrainingComponents:
-    """Everything the loop uses, assembled in ``worker.opening``.
+    """Everything the loop uses, assembled in ``worker.setup``.
 
     ``observers`` may be replaced between two worlds. ``lasting``: the task's own observers, which are among
     ``observers`` on every rank.

@@ -1,1 +1,1 @@
-"""The life of a training process: joining a world, training in it, leaving it."""
+"""The stages of a training process: join a world, train in it, leave it."""

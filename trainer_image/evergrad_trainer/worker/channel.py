@@ -1,9 +1,9 @@
-"""Records between a supervisor and one of its workers, over a socket pair that keeps their borders.
+"""Records between a supervisor and one of its workers, over a socket pair that preserves record boundaries.
 
-A word that the coordinator's protocol has means the same here: a ``plan`` is answered by ``ready``, ``go``
-begins the group, ``up`` and ``broken`` report its fate, ``leave`` is answered by ``left``, ``result`` is the
-run's end as rank 0 has written it down, and ``end`` is the order to end with it. The codec is the
-coordinator's, too.
+Records have the meaning of the coordinator's messages with the same names: ``plan`` is answered by ``ready``;
+``go`` begins the group; ``up`` and ``broken`` report its outcome; ``leave`` is answered by ``left``;
+``result`` is the run's end as recorded by rank 0; ``end`` orders the worker to end with that result. The
+codec is the coordinator's, too.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from evergrad_common.contract import ErrorKind
 
 _LONGEST = 64 * 1024
 LOCAL_GENERATION = MAX_INTEGER
-"""Above every generation a coordinator gives out: for a departure that no coordinator could plan."""
+"""Greater than every generation of a coordinator: for a departure that no coordinator could plan."""
 
 
 def fit_text(text: str) -> str:
-    """``text`` as a record can carry it: not too long, and without the half characters of a file name that is
-    not UTF-8."""
+    """Return ``text`` as a record can contain it: shortened, and without the surrogates of a file name that
+    is not UTF-8."""
     return text.encode("utf-8", errors="replace").decode("utf-8")[:MAX_TEXT]
 
 
@@ -32,10 +32,11 @@ def fit_text(text: str) -> str:
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """Leave the running group and say ready for ``generation``; ``hard``: at once, a member is gone.
+    """Leave the running group, and send ``ready`` for ``generation``. ``hard``: leave immediately; a member
+    is gone.
 
-    ``patience_seconds``: how long it may continue first so that a save in flight ends.
-    ``saves``: no process continues with its state, so the group saves it before it is left.
+    ``patience_seconds``: how long the group may continue until a save in progress ends. ``saves``: no process
+    continues with the group's state, so the group saves it before it leaves.
     """
 
     generation: int
@@ -46,7 +47,7 @@ class WorkerPlan:
 
 @dataclass(frozen=True)
 class WorkerGo:
-    """All members are ready: meet them at ``address``:``port``, as ``rank`` of ``world_size``, within
+    """All members are ready: connect to them at ``address``:``port``, as ``rank`` of ``world_size``, within
     ``setup_seconds``."""
 
     generation: int
@@ -58,15 +59,15 @@ class WorkerGo:
     cause: str
     """Why the group changed: one of causes.CHANGES."""
     detail: str = ""
-    """The cause in the coordinator's words."""
+    """The coordinator's description of the cause."""
 
 
 @dataclass(frozen=True)
 class WorkerLeave:
-    """Leave the run; ``save``: no other worker holds the state, so save it first, alone.
+    """Leave the run. ``save``: no other worker holds the state, so save it first, alone.
 
-    ``is_planned``: ``generation`` is a number the coordinator has given out for this; else it only is above
-    all others.
+    ``is_planned``: the coordinator has assigned ``generation`` to this departure; otherwise it is only
+    greater than all others.
     """
 
     generation: int
@@ -76,14 +77,14 @@ class WorkerLeave:
 
 @dataclass(frozen=True)
 class WorkerFinish:
-    """The run is over: end with ``exit_code``."""
+    """End with ``exit_code``, because the run is over."""
 
     exit_code: int
 
 
 @dataclass(frozen=True)
 class WorkerPing:
-    """Are you alive? Answered from the watchdog thread by ``pong``."""
+    """Request for a sign of life. The watchdog thread answers with ``pong``."""
 
 
 # ---- worker → supervisor -----------------------------------------------------------------------------------
@@ -91,17 +92,18 @@ class WorkerPing:
 
 @dataclass(frozen=True)
 class WorkerPong:
-    """This process runs."""
+    """This process responds."""
 
 
 @dataclass(frozen=True)
 class Warm:
-    """Everything is built; this worker can join a group."""
+    """The worker has built everything, and can join a group."""
 
 
 @dataclass(frozen=True)
 class WorkerReady:
-    """Out of every group older than ``generation``, holding the state after ``step`` (-1: no state)."""
+    """The worker has left all groups older than ``generation``, and holds the state after ``step`` (-1:
+    none)."""
 
     generation: int
     step: int
@@ -109,7 +111,7 @@ class WorkerReady:
 
 @dataclass(frozen=True)
 class WorkerUp:
-    """In the group of ``generation``, which continues after ``step``."""
+    """The worker is in the group of ``generation``, which continues after ``step``."""
 
     generation: int
     step: int
@@ -117,9 +119,9 @@ class WorkerUp:
 
 @dataclass(frozen=True)
 class WorkerBroken:
-    """The group of ``generation`` ended under this worker, which itself is well.
+    """The group of ``generation`` has broken, but this worker still works.
 
-    ``kind``: of the error that ended it.
+    ``kind``: kind of the error that broke the group.
     """
 
     generation: int
@@ -130,14 +132,14 @@ class WorkerBroken:
 
 @dataclass(frozen=True)
 class WorkerLeft:
-    """Answer to ``leave``: whether what was to be saved is."""
+    """Reply to ``leave``: whether the state was saved as ordered."""
 
     is_saved: bool
 
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """The run has reached an end that is written down; from rank 0."""
+    """The run has ended, and the end is recorded. Only rank 0 sends this."""
 
     generation: int
     step: int
@@ -147,7 +149,7 @@ class WorkerResult:
 
 @dataclass(frozen=True)
 class Failed:
-    """This worker ends because of an error. ``is_final``: wrong input, which a retry cannot cure."""
+    """This worker ends because of an error. ``is_final``: the input is wrong, so a retry would fail again."""
 
     generation: int
     step: int
@@ -156,16 +158,16 @@ class Failed:
     text: LongText
     is_final: bool
     is_agreed: bool
-    """All ranks raised it together, so that one of them speaks for all."""
+    """Whether all ranks raised the error together, so that one report is enough."""
     kind: ErrorKind = ErrorKind.INTERNAL
-    """Kind of the error, which decides what may cure it."""
+    """Kind of the error, which decides how the run continues."""
     trouble: str = ""
-    """One of causes.TROUBLES, for an error of a volume."""
+    """One of causes.TROUBLES if a volume failed, and empty otherwise."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """A record for the node's metrics, from rank 0: ``kind`` names an observer's method, ``record`` its
+    """A record of rank 0 for the node's metrics. ``kind`` names an observer's method; ``record`` is its
     argument."""
 
     kind: str
@@ -196,15 +198,16 @@ _CODEC: Codec[Record] = Codec(RECORDS, max_bytes=_LONGEST)
 
 
 class Channel:
-    """One end of the pair. ``send`` may be called from any thread; ``receive`` from one."""
+    """One end of the pair. Any thread may call ``send``; only one thread may call ``receive``."""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
 
     def send(self, record: Record, *, wait: bool = True) -> bool:
-        """Whether the other end took it. Without ``wait`` an end that does not read loses the record.
+        """Send a record; return whether it was sent. Without ``wait``, the record is dropped if the buffer is
+        full.
 
-        Raises ProtocolError for a record that its types do not allow: an error of this program.
+        Raises ProtocolError if the record contains a value of a wrong type, which is a programming error.
         """
         data = _CODEC.encode(record)
         try:
@@ -214,15 +217,16 @@ class Channel:
         return True
 
     def observe(self, kind: str, record: dict[str, Any]) -> None:
-        """Pass a record on for the node's metrics; none is worth waiting for, or an error."""
+        """Send a record for the node's metrics. Drop it if it would have to wait or cannot be encoded."""
         with contextlib.suppress(ProtocolError):
             self.send(Observed(kind, _without_odd_numbers(record)), wait=False)
 
     def receive(self, timeout_seconds: float | None = None) -> Record | None:
-        """The next record, or None after ``timeout_seconds``. Raises EOFError when the other end is gone."""
+        """Return the next record, or None after ``timeout_seconds``. Raises EOFError if the other end is
+        closed."""
         if not select.select([self.socket], [], [], timeout_seconds)[0]:
             return None
-        # The other end may have closed between the two calls; without DONTWAIT this would wait for ever.
+        # The other end may close between the two calls; without DONTWAIT, this call would then wait forever.
         try:
             data = self.socket.recv(_LONGEST, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -243,7 +247,7 @@ class Channel:
 
 
 _ODD = "$number"
-"""Key of an object that stands for a number JSON does not know: a loss may be one."""
+"""Key of an object that represents a number that JSON lacks; a loss may be infinite or NaN."""
 
 
 def _without_odd_numbers(value: Any) -> Any:
@@ -269,6 +273,6 @@ def _with_odd_numbers(value: Any) -> Any:
 
 
 def channel_pair() -> tuple[Channel, Channel]:
-    """Two connected ends."""
+    """Return two connected ends."""
     first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return Channel(first), Channel(second)

@@ -1,4 +1,4 @@
-"""An error that ends a worker: in the events, in the log, on stderr, and as words to its supervisor."""
+"""Reports an error that ends a worker: to the events, the log, stderr and the supervisor."""
 
 import logging
 import sys
@@ -20,9 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 def report_failure(session: Session | None, error: Exception, *, rank: int) -> ExitCode:
-    """Report an error once: in the events, the log and on stderr. Wrong input has no traceback."""
+    """Report an error once, in the events, the log and on stderr. Wrong input is reported without a
+    traceback."""
     code = error.exit_code if isinstance(error, EvergradError) else ExitCode.INTERNAL
-    # For the file alone: the terminal gets its own, shorter words below.
+    # Write the traceback only to the log file: a shorter text is printed below.
     _log.info(
         "failed with %s: %s",
         type(error).__name__,
@@ -31,7 +32,7 @@ def report_failure(session: Session | None, error: Exception, *, rank: int) -> E
     )
     if session is not None:
         name = type(error).__name__
-        # Notes name the module, or the samples, that an error of a library does not.
+        # Notes name the module or the samples, which a library's own message lacks.
         message = hide_bases("\n".join((str(error), *getattr(error, "__notes__", ()))))[
             :4000
         ]
@@ -41,7 +42,7 @@ def report_failure(session: Session | None, error: Exception, *, rank: int) -> E
             lambda: session.emit(EventType.FAILED, facts),
             lambda: session.emit(EventType.END, {"exit_code": int(code)}),
             session.observers.close,
-            # On rank 0 the one above closes the run's own alone; elsewhere this is the second call, for none.
+            # On rank 0, the call above also closed these observers, and a second call does nothing.
             session.opened.observers.close,
         )
         for call in last_calls:
@@ -49,7 +50,7 @@ def report_failure(session: Session | None, error: Exception, *, rank: int) -> E
                 call()
             except Exception:  # noqa: BLE001 - the first error is the one that counts
                 _log.exception("while closing after an error")
-    # All ranks have raised it, and one of them speaks for all.
+    # All ranks raised the error, so only rank 0 prints it.
     if is_agreed(error) and rank != 0:
         return code
     where = f"rank {rank}: " if rank else ""
@@ -59,7 +60,7 @@ def report_failure(session: Session | None, error: Exception, *, rank: int) -> E
     elif isinstance(error, EvergradError):
         print(hide_bases(f"error: {where}{error}"), file=sys.stderr)
     elif is_peer_error(error, world_size=read_launch().world_size):
-        # A consequence, whose cause another rank reports.
+        # This error is a consequence; another rank reports its cause.
         print(f"error: rank {rank}: {FAILURE_WORDS}", file=sys.stderr)
     else:
         said = f"error: rank {rank}: {type(error).__name__}: {error}\n"
@@ -78,7 +79,7 @@ def build_last_words(
 ) -> Failed:
     """Build the record of the error that ends a worker, for its node.
 
-    ``is_agreed``: all ranks raise it, and the same process continues.
+    ``is_agreed``: all ranks raised the error together, in the same process that continues.
     """
     notes = "\n".join(getattr(error, "__notes__", ()))
     kind = error.kind if isinstance(error, EvergradError) else ErrorKind.INTERNAL

@@ -1,7 +1,7 @@
-"""The node's end of its state file and socket: what workers of user scripts see of their node, and how they
-report where they are.
+"""The node's end of its state file and socket, through which workers of user scripts observe their node and
+report their progress.
 
-One way is the record of ``evergrad.node_state``; the other a Unix socket that takes the messages of
+The state file contains the record of ``evergrad.node_state``. The Unix socket accepts the messages of
 ``evergrad.node_messages``.
 """
 
@@ -37,11 +37,12 @@ _MAX_CONNECTIONS = 256
 
 
 class NodeStateServer:
-    """The state file and the socket of one node, in ``directory`` (created, and readable by this user only).
+    """The state file and the socket of one node, in ``directory``, which is created with access for this user
+    only.
 
-    ``on_report`` is called with each report as the worker sent it, values unchecked: ``step`` and, where
-    known, ``rank``, ``generation``, ``total_steps``, ``loss``, ``tokens_per_second``, ``checkpoint_step``.
-    ``may_commit`` answers for a generation. Everything runs on the loop that called ``start``.
+    ``on_report`` is called with each report as the worker sent it, with unchecked values: ``step`` and, if
+    known, ``rank``, ``generation``, ``total_steps``, ``loss``, ``tokens_per_second`` and ``checkpoint_step``.
+    ``may_commit`` returns whether a generation may commit. Everything runs on the loop that called ``start``.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class NodeStateServer:
     async def start(self) -> None:
         """Create the record and the socket.
 
-        Raises OSError; ValueError where the path is too long for a socket.
+        Raises OSError, or ValueError if the path is too long for a socket.
         """
         path = self._directory / SOCKET_NAME
         if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
@@ -82,12 +83,12 @@ class NodeStateServer:
         )
 
     async def close(self) -> None:
-        """Remove the file: its workers take that for the end of their group."""
+        """Close the connections and remove the files. Workers treat this as the end of their group."""
         if self._server is not None:
             server, self._server = self._server, None
-            # asyncio loses a connection that it accepted in the same turn of the loop as the close: it then
-            # fails to make a transport for it, and leaves the socket open, with a worker at its other end
-            # that waits for an answer. One turn each for transport, protocol and the handler's first words.
+            # asyncio mishandles a connection that it accepts in the same loop iteration as the close: it
+            # fails to create a transport, and leaves the socket open while a worker waits for a reply. Allow
+            # one iteration each for transport, protocol and the handler's start.
             loop = asyncio.get_running_loop()
             for listener in server.sockets:
                 loop.remove_reader(listener.fileno())
@@ -106,18 +107,18 @@ class NodeStateServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables for workers that are started now."""
+        """Environment variables for workers that are started now."""
         own = (
             {GENERATION_VARIABLE: str(self._own_generation)} if self._own_generation else {}
         )
         return {DIRECTORY_VARIABLE: str(self._directory), **own}
 
     def has_guard(self, generation: int) -> bool:
-        """Whether a worker of ``generation`` lives that stops in order when it is asked to."""
+        """Return whether a running worker of ``generation`` stops in order when it is requested to."""
         return generation in self._guarded.values()
 
     def has_stopped(self, generation: int) -> bool:
-        """Whether a worker of ``generation`` was told to stop, and knows."""
+        """Return whether a worker of ``generation`` has reported that it was requested to stop."""
         return self._stopped_generation == generation
 
     def announce(
@@ -131,7 +132,7 @@ class NodeStateServer:
     ) -> None:
         """Write the record.
 
-        ``contact``: when the coordinator was last heard, in seconds of CLOCK_MONOTONIC.
+        ``contact``: time of the last contact with the coordinator, in seconds of CLOCK_MONOTONIC.
         """
         self._own_generation = own_generation
         if self._record >= 0:
@@ -146,7 +147,7 @@ class NodeStateServer:
         self._connections.add(writer)
         try:
             if self._server is None:
-                # Accepted while the socket was being closed.
+                # The connection was accepted while the socket was being closed.
                 return
             if len(self._connections) > _MAX_CONNECTIONS:
                 _log.warning(
@@ -156,7 +157,8 @@ class NodeStateServer:
             while line := await reader.readline():
                 match CODEC.decode(line):
                     case ScriptReport() as report:
-                        # Its values are read by the listener: one that is no number must not cost the others.
+                        # Do not check values here: the listener reads each value separately, so an invalid
+                        # value does not lose the others.
                         self._on_report(report.values)
                     case Guard() as guard:
                         self._guarded[writer] = guard.generation
@@ -171,8 +173,8 @@ class NodeStateServer:
                     case CommitAnswer():
                         raise ValueError("only a node sends an answer")
         except (OSError, ValueError, asyncio.CancelledError) as error:
-            # ValueError is a line beyond the limit, or no message: the sender, which may wait for an answer,
-            # learns of it by the end of its connection. The loop's end cancels us: nothing is left to do.
+            # ValueError: the line is too long or is not a message. The connection is closed, so that a sender
+            # that waits for a reply notices. CancelledError: the loop ends.
             if isinstance(error, ValueError):
                 _log.warning("a worker's message was not understood: %s", error)
         finally:

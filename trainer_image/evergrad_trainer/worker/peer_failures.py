@@ -1,12 +1,14 @@
-"""Tells errors that the failure of a peer has caused from all others: they are consequences, and the peer's
-own error counts more. Pure.
+"""Distinguishes errors that a failed peer caused from all other errors. They are consequences, and the peer's
+own error takes precedence. Pure.
 
-``is_peer_error`` judges an error in the process that raised it, and the error travels as ``ErrorKind.PEER``.
-torch has no class for a failed peer (gloo raises a bare RuntimeError), so that the text decides. Only the end
-of a process that could not report its own error, such as an executable's, is judged by what it printed.
+``is_peer_error`` classifies an error in the process that raised it, and the result is sent as
+``ErrorKind.PEER``. torch has no exception class for a failed peer (gloo raises a plain RuntimeError), so the
+text decides. Printed output is used only for a process that could not report its own error, for example an
+executable.
 
-Words like "Connection reset by peer" are the system's, and a script's own database uses them too. They
-count only in messages of torch.distributed, gloo or NCCL, and never in a world of one process.
+Texts such as "Connection reset by peer" come from the operating system, and a script's own database uses
+them, too. They count only in messages of torch.distributed, gloo or NCCL, and never in a world of one
+process.
 """
 
 import re
@@ -14,11 +16,11 @@ import re
 from evergrad_trainer.base.errors import PeerLostError
 
 FAILURE_WORDS = "the connection to another process was lost"
-"""Words that a typed run's worker prints instead of a collective's error."""
+"""Text that a worker of a typed run prints instead of a collective's error."""
 _DECISIVE = re.compile(
     rf"{FAILURE_WORDS}|Connection closed by peer \[|connectFullMesh failed", re.IGNORECASE
 )
-"""Ours, and gloo's: its peers' addresses begin with a bracket."""
+"""Texts of this program and of gloo, which writes a bracket before a peer's address."""
 _NETWORK = re.compile(
     r"closed by (?:remote )?peer|connection was likely closed|reset by peer|broken "
     r"pipe|connection refused|failed to connect"
@@ -31,19 +33,19 @@ _TORCH = re.compile(
     re.IGNORECASE,
 )
 _PYTHONS = re.compile(r"\b(?:Connection\w*|BrokenPipe|Timeout|OS)Error\b")
-"""Classes that no collective raises."""
+"""Exception classes that no collective raises."""
 _REMARK = re.compile(r"\[[IW]\d{4} ")
-"""torch's log lines of no consequence: ``[W1122 …``."""
+"""Prefix of torch's log lines at the levels info and warning, for example ``[W1122 …``."""
 _NCCL_LINES = 5
-"""NCCL prints the cause some lines below its first."""
+"""NCCL prints the cause a few lines below its first line."""
 _LONGEST_CHAIN = 16
-"""Errors that were raised from each other: a bound, since a chain may be a circle."""
+"""Longest chain of causes to follow; a limit is needed because a chain may be circular."""
 
 
 def is_peer_error(error: BaseException, *, world_size: int) -> bool:
-    """Whether ``error``, or one that it was raised from, means that a peer is gone.
+    """Return whether ``error``, or an error in its chain of causes, means that a peer is gone.
 
-    Only classes that a collective raises count: our own, and RuntimeError with those of torch below it.
+    Only classes that a collective raises count: PeerLostError, and RuntimeError with its subclasses in torch.
     """
     seen: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):
@@ -59,17 +61,18 @@ def is_peer_error(error: BaseException, *, world_size: int) -> bool:
 
 
 def is_peer_failure(text: str, *, world_size: int) -> bool:
-    """Whether ``text``, the last that a worker printed, is of a failed peer."""
+    """Return whether ``text``, a message or the last output of a worker, reports a failed peer."""
     if world_size <= 1:
         return False
     lines = text.splitlines()
     for index, line in enumerate(lines):
-        # Neither a class that no collective raises, nor a remark, says why the process ended.
+        # Skip classes that no collective raises, and log lines: they do not show why the process ended.
         if _PYTHONS.search(line) or _REMARK.search(line):
             continue
         if _DECISIVE.search(line):
             return True
-        # The system's words count only next to the name of a library that speaks with peers.
+        # A text of the operating system counts only next to the name of a library that communicates with
+        # peers.
         num_lines = _NCCL_LINES if "NCCL error in:" in line else 1
         said = "\n".join(lines[index : index + num_lines])
         if _TORCH.search(said) and _NETWORK.search(said):

@@ -1,4 +1,4 @@
-"""Beginning and end of every process that a launcher, a node or a supervisor starts."""
+"""Start and end of the processes that a launcher, a node or a supervisor starts."""
 
 import contextlib
 import ctypes
@@ -20,10 +20,10 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @contextlib.contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """Block the signals that ask for a stop while this process forks; the child calls unblock_stop_signals.
+    """Block the stop signals while this process forks. The child then calls ``unblock_stop_signals``.
 
-    A child has its parent's handlers until it has replaced them. A signal that was sent before would be lost,
-    or would reach the parent, whose event loop reads the numbers of signals from a socket that both have.
+    Until the child replaces its parent's handlers, a signal would be lost, or would reach the parent: the
+    parent's event loop reads signal numbers from a socket that both processes share.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
@@ -33,28 +33,28 @@ def stop_signals_blocked() -> Iterator[None]:
 
 
 def unblock_stop_signals() -> None:
-    """Take signals from here on, and those that have come since the fork, by this process's own handlers."""
+    """Handle stop signals with this process's own handlers, including signals that arrived since the fork."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
 
 
 def die_with_parent(parent: int) -> None:
-    """Be killed when the process that started this one ends, however it ends."""
+    """Make the kernel kill this process when its parent ends for any reason."""
     _ask_for_death_signal()
-    # The parent may have ended before the request: then no signal comes.
+    # If the parent ended before the request, no signal arrives.
     if os.getppid() != parent:
         os._exit(int(ExitCode.INTERNAL))
 
 
 def die_with_client() -> None:
-    """The same where a fork server is between: be killed when the process that had it start this one ends, or
-    the server."""
+    """End this process with the process that requested it from a fork server, or with the fork server."""
     _ask_for_death_signal()
     client = multiprocessing.parent_process()
     if client is None:
         return
 
     def die_after_client() -> None:
-        # The kernel's signal is bound to the server, which lives on: the client's end is seen by its pipe.
+        # The kernel's signal depends on the fork server, which continues to run. A pipe shows the client's
+        # end.
         multiprocessing.connection.wait([client.sentinel])
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -67,7 +67,7 @@ def _ask_for_death_signal() -> None:
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Do all that this process is for, and end it with the exit code that ``main`` returns."""
+    """Run ``main``, and end the process with the exit code that it returns."""
     code = int(ExitCode.INTERNAL)
     try:
         code = main()
@@ -76,6 +76,6 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not sys.exit: after a peer has failed the interpreter's own end can wait for threads stuck in a dead
-        # collective.
+        # Do not use sys.exit: after a peer has failed, the interpreter's shutdown can wait for threads that
+        # are stuck in a dead collective.
         os._exit(code)

@@ -1,4 +1,4 @@
-"""Duties of rank 0: one process writes what exists once a run, and hands that on with the rank."""
+"""Duties of rank 0: one process writes the run's records, and passes the duties on with the rank."""
 
 import os
 import sys
@@ -19,18 +19,18 @@ from evergrad_trainer.worker.session import Session
 
 
 class Writer:
-    """Holds or does not hold rank 0's duties; ``session.observers`` writes while it does, and does nothing
-    else."""
+    """Takes and releases rank 0's duties. While this process has the duties, ``session.observers`` writes
+    records; otherwise it writes nothing."""
 
     def __init__(self, session: Session, *, relay: Observer | None) -> None:
-        """``relay``: gets the records in the place of an endpoint of this process's own."""
+        """``relay``: receives the records instead of a metrics endpoint of this process."""
         self._session = session
         self._relay = relay
         self._own: Observer = BaseObserver()
         self.is_on_duty = False
 
     def take(self) -> bool:
-        """Be the one that writes; whether this process was not before."""
+        """Take the duties; return whether this process did not have them before."""
         if self.is_on_duty:
             return False
         session = self._session
@@ -52,11 +52,11 @@ class Writer:
         return True
 
     def release(self) -> None:
-        """Write no more: another process does from here on, or nothing is left to write."""
+        """Release the duties, because another process takes them or nothing is left to write."""
         if not self.is_on_duty:
             self._session.waiting = None
             return
-        # Of a world that broke while it settled, for instance.
+        # For example, the world broke before its start was announced.
         self._session.release_events()
         self.is_on_duty = False
         self._session.observers.close()
@@ -73,8 +73,9 @@ class Writer:
             )
         session.release_events()
         if last is not None and last_step(session.directory) < last.step:
-            # The process that should have written this row is gone, or was a step behind. A task's observers
-            # have had it on every rank that holds its state; what monitors said of it was said to nobody.
+            # The process that should have written this row is gone, or was one step behind. A task's
+            # observers have received it on every rank that holds its state, but what they reported about it
+            # was not recorded.
             self._own.step_end(last)
             session.opened.observers.repeat(last)
         fields: dict[str, Any] = {

@@ -1,5 +1,5 @@
-"""The two ways into a training process: by a launcher, with one world, or by a supervisor, with one after the
-other."""
+"""The two entry points of a training process: from a launcher, with one world, or from a supervisor, with one
+world after another."""
 
 import gc
 import os
@@ -57,13 +57,13 @@ def run_session(
     tell: Callable[[Failed], object] = lambda words: None,
     on_memory: Callable[[Sizes], None] | None = None,
 ) -> int:
-    """Train in this process as the launcher's rank says; returns the exit code. Wrong input is reported, not
+    """Train in this process as the launcher's rank, and return the exit code. Errors are reported, not
     raised.
 
-    ``generation``: the number a coordinator has given this world; without one the next free number is
-    claimed. ``relay``: gets rank 0's records in the place of an endpoint of its own. ``tell``: gets the error
-    that ends this process. ``on_memory``: gets the memory of the device after each step, where it has an
-    account.
+    ``generation``: the number that the coordinator has assigned to this world; by default the next free
+    number is claimed. ``relay``: receives rank 0's records instead of a metrics endpoint of this process.
+    ``tell``: receives the error that ends this process. ``on_memory``: receives the device memory after each
+    step, if the device reports it.
     """
     directory = RunDirectory(plan.run_directory)
     signals = StopSignals(directory.checkpoints)
@@ -78,8 +78,7 @@ def run_session(
         code = _live_in_world(session, relay, on_memory)
     except Exception as error:  # noqa: BLE001 - the edge of the process: everything becomes a message and an exit code
         failure = report_failure(session, error, rank=launch.rank)
-        # Never agreed: the next generation has other processes, which start from a checkpoint and may do
-        # better.
+        # Not agreed: the next generation has new processes, which start from a checkpoint and may succeed.
         tell(
             build_last_words(
                 session, error, failure, generation=generation or 0, is_agreed=False
@@ -93,7 +92,7 @@ def run_session(
     if session is not None and launch.world_size > 1 and code not in _STOPPED_WELL:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Peers may be gone: destroying the group would wait for them.
+        # Do not destroy the group: this would wait for peers that may be gone.
         os._exit(code)
     return code
 
@@ -105,8 +104,8 @@ def open_in_world(
     *,
     generation: int | None,
 ) -> Session:
-    """Join the world and claim the directory: from here on an older process of this run cannot publish any
-    more."""
+    """Join the world and claim the run directory, so that older processes of this run can no longer
+    publish."""
     runtime = plan.run.training.runtime
     launch = read_launch()
     set_threads(plan.threads)
@@ -118,7 +117,7 @@ def open_in_world(
         claim_exactly(directory.checkpoints, generation)
     elif world.is_main:
         generation = claim_generation(directory.checkpoints)
-    # Every rank's records and checkpoints carry the number that rank 0 has claimed.
+    # The records and checkpoints of all ranks contain the number that rank 0 has claimed.
     world = with_generation(world, int(world.broadcast_json(generation)))
     marks = {**plan.marks, "group": time.time()}
     membership = Membership(world)
@@ -137,13 +136,13 @@ def open_in_world(
 def _live_in_world(
     session: Session, relay: Observer | None, on_memory: Callable[[Sizes], None] | None
 ) -> int:
-    """Build for the world that is there, and live in it to the end of the run or of the world."""
+    """Build the state for the existing world, and train until the run or the world ends."""
     writer = Writer(session, relay=relay)
     if session.world.is_main:
-        # Before anything is built, so that an error in it is written down, too.
+        # Take the duties before anything is built, so that an error in the build is also recorded.
         writer.take()
-    # Rank 0's answer: whether weights are initialised must not differ between ranks that see a volume at two
-    # moments.
+    # Use rank 0's answer: ranks that list a volume at different times must not differ in whether they
+    # initialise weights.
     are_there = bool(session.world.broadcast_json(has_checkpoints(session.directory)))
     machinery = build_state(session, with_weights=not are_there)
     session.mark("model")
@@ -167,10 +166,12 @@ def _live_in_world(
 
 
 def build_state(session: Session, *, with_weights: bool) -> Machinery:
-    """Build what holds the run's state and register all of it; ``with_weights=False`` when a checkpoint
-    follows."""
+    """Build the objects that hold the run's state, and register all of it.
+
+    ``with_weights=False``: a checkpoint is loaded afterwards.
+    """
     plan, device = session.plan, session.world.device
-    # Before anything is compiled.
+    # Load compiled kernels before anything is compiled.
     if should_compile(plan.run.training.runtime, device):
         session.compiled_bytes = load_compiled(session.directory.compiled, device)
     machinery = build_machinery(
@@ -192,8 +193,7 @@ def run_worker(
     node: int,
     local_rank: int,
 ) -> int:
-    """Serve the run as one of its workers until the supervisor says that it is over; returns the
-    exit code."""
+    """Serve the run as one of its workers until the supervisor ends it, and return the exit code."""
     gc.disable()  # until its first step is done
     directory = RunDirectory(plan.run_directory)
     watchdog = Watchdog(channel)
@@ -212,7 +212,7 @@ def run_worker(
             can_wait=watchdog.can_wait,
             saves_first=watchdog.saves_first,
         )
-        # Signals are the supervisor's: it tells its workers what becomes of their group.
+        # Ignore signals here: the supervisor receives them, and orders its workers to stop or leave.
         opened = open_plan(plan)
         session = Session(
             plan,
@@ -242,9 +242,9 @@ def run_worker(
 def _build_alone(
     session: Session, channel: Channel, watchdog: Watchdog, heartbeat: WorkerHeartbeat
 ) -> Lifecycle:
-    """Everything that takes time, before anybody waits for this worker."""
+    """Do all slow work before other processes wait for this worker."""
     has_weights = not has_checkpoints(session.directory)
-    # First of all: the supervisor takes a start for hung in which nothing is read for too long.
+    # Do this first: the supervisor kills a worker whose start reads nothing for too long.
     MOVED.report_to(heartbeat.move)
     machinery = build_state(session, with_weights=has_weights)
     session.mark("model")
@@ -252,8 +252,8 @@ def _build_alone(
     run.stepper.heartbeat, run.stepper.on_memory = heartbeat, heartbeat.hold
     run.stepper.warm_up(session.world)
     session.mark("warm_up")
-    # The built parts stay. From here on garbage is collected as it comes, not in one go in the middle of a
-    # group.
+    # The built objects remain. From here on, garbage is collected in small parts instead of in one long
+    # collection while the worker is in a group.
     gc.freeze()
     gc.enable()
     timeout = session.plan.run.training.runtime.collective_timeout_seconds
@@ -265,13 +265,13 @@ def _build_alone(
             watchdog, channel, session.directory, timeout_seconds=timeout
         ),
         writer=Writer(session, relay=Relay(channel.observe)),
-        # Weights that were not initialised, since a checkpoint follows, are no state to begin with.
+        # If a checkpoint exists, the weights were not initialised, so they are not a state to begin with.
         life=Life(StateStatus.FRESH if has_weights else StateStatus.DIRTY),
     )
 
 
 def report_end(session: Session | None, error: Exception, *, generation: int) -> LifeEnd:
-    """Report an error to whoever reads; the supervisor, which hears it, decides what becomes of the run."""
+    """Report an error and return the end of the worker. The supervisor decides how the run continues."""
     rank = session.world.rank if session is not None else 0
     code = report_failure(session, error, rank=rank)
     words = build_last_words(

@@ -1,4 +1,5 @@
-"""Records of rank 0 about a start: who trains what, from where, and how long it took."""
+"""Records of rank 0 about a start: what is trained, by which processes, from which state, and how long it
+took."""
 
 import contextlib
 import dataclasses
@@ -37,22 +38,24 @@ from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.worker.session import Session
 
 _VERSIONS = ("evergrad", "torch", "transformers")
-"""Packages that compute a step: a change of these may change its last bits."""
+"""Packages that compute a step: another version may change the last bits of the results."""
 _JUMP = 1.1
-"""A rise of the learning rate from one step to the next that a longer schedule alone does not explain."""
+"""Smallest factor between the learning rates of two steps that counts as a jump after the schedule was
+extended."""
 
 
 def announce(session: Session, machinery: Machinery) -> None:
-    """Rank 0 records who trains what, from where."""
+    """Record, on rank 0, what is trained, by which processes and from which state."""
     if not session.world.is_main:
         return
     plan, progress, world = session.plan, session.progress, session.world
-    # Read before it is written over: what differs from what is announced already is announced below.
+    # Read the record before it is overwritten: changes since the last announcement are announced below.
     before = session.directory.read_resolved()
     record = _build_record(session, before or {})
     now = Announced(record["manifest"], plan.numbers.total_steps)
     known = now if before is None else read_announced(session.directory, before)
-    # In this order: a mark beside a record with the longer horizon would say that this one is reached.
+    # Keep this order: with the longer horizon already recorded, the mark would mean that this horizon is
+    # reached.
     if session.directory.is_complete():
         session.directory.unmark_complete()
     pending = {} if known == now else {ANNOUNCED: dataclasses.asdict(known)}
@@ -71,7 +74,7 @@ def announce(session: Session, machinery: Machinery) -> None:
             "determinism": describe_determinism(),
         },
     )
-    # The start event comes before all that has waited for it, such as the restored checkpoint.
+    # Write the start event before the events that wait for it, such as the restored checkpoint.
     session.observers.run_start(describe_run(session, machinery))
     start = {
         "run": plan.run.metadata.name,
@@ -89,7 +92,8 @@ def announce(session: Session, machinery: Machinery) -> None:
     session.is_announced = True
     session.release_events()
 
-    # Each change of the file, the task or the versions is an event, so that the report explains the curve.
+    # Write an event for each change of the file, the task or the versions, so that the report explains the
+    # curve.
     if before is not None:
         _announce_changes(session, known.manifest)
     if processes and progress.finished_steps > 0:
@@ -97,8 +101,9 @@ def announce(session: Session, machinery: Machinery) -> None:
     if known.steps < plan.numbers.total_steps:
         _announce_extension(session, from_steps=known.steps)
     if pending:
-        # Last: after a kill before this, the next start says it again, and a repeated event does no harm.
-        # The events are on the disk first: a power cut must not keep this record and lose them.
+        # Do this last: after an earlier kill, the next start announces the changes again, and a repeated
+        # event is harmless. Sync the events first, so that a power failure cannot keep this record but lose
+        # the events.
         if session.directory.events.exists():
             with reported(session.directory.events, what="cannot be brought to the disk"):
                 fsync_file(session.directory.events)
@@ -106,7 +111,7 @@ def announce(session: Session, machinery: Machinery) -> None:
 
 
 def _build_record(session: Session, before: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of ``run.json``. ``before``: its content from an earlier start."""
+    """Return the content of ``run.json``. ``before``: its content from an earlier start."""
     plan = session.plan
     derived = {
         to_camel(key): value for key, value in dataclasses.asdict(plan.numbers).items()
@@ -117,10 +122,11 @@ def _build_record(session: Session, before: Mapping[str, Any]) -> dict[str, Any]
         identity=session.identity,
         base_directory=describe_base(plan.base_directory, plan.run_directory),
         derived=derived,
-        # Anew, so that the next start is compared in all keys that this version of transformers knows.
+        # Describe the model again, so that the next start compares all keys that this transformers version
+        # has.
         model=plan.model.describe(),
     )
-    # What follows from the model that the run began with, such as an encoder's identity, stays.
+    # Keep values derived from the model that the run began with, for example the identity of an encoder.
     first = before.get(FIRST_MODEL) or before.get("model")
     if first is not None and first != record["model"]:
         record[FIRST_MODEL] = first
@@ -133,14 +139,14 @@ def _build_record(session: Session, before: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _announce_changes(session: Session, before: dict[str, Any]) -> None:
-    """Say what differs from the file of the start before: cadences, skipped steps, overrides,
-    places of data."""
+    """Write an event with the changes since the last start: cadences, skipped steps, overrides, and paths of
+    data."""
     plan, changes = session.plan, list[Change]()
-    # Another version may have written it; what cannot be read cannot be compared.
+    # Another version may have written the record. If it cannot be parsed, it cannot be compared.
     with contextlib.suppress(ConfigurationError):
         changes += changed_settings(from_wire(before), plan.run)
     if not plan.run.training.files:
-        # Those that the run carries are in the manifest, and so among the changes already.
+        # Files that the manifest contains are already among the changes of the manifest.
         changes += _changed_files(session.task_before, plan.task_files)
     if changes:
         listed = [{"path": path, "old": old, "new": new} for path, old, new in changes]
@@ -148,7 +154,7 @@ def _announce_changes(session: Session, before: dict[str, Any]) -> None:
 
 
 def _changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
-    """The task's files that differ from those that the restored state was trained with."""
+    """Return the task's files that differ from the files with which the restored state was trained."""
     if not before:
         return []
     return [
@@ -161,7 +167,7 @@ def _changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[Ch
 def _announce_versions(
     session: Session, before: dict[str, Any], now: dict[str, Any]
 ) -> None:
-    """Warn that other versions continue with the run: its steps are the same, their last bits may not be."""
+    """Warn that other versions continue the run: the steps are the same, but their last bits may differ."""
     old, new = before.get("versions") or {}, now["versions"]
     changed = [
         f"{name} {old[name]} then, {new[name]} now"
@@ -177,8 +183,8 @@ def _announce_versions(
 
 
 def _announce_extension(session: Session, *, from_steps: int) -> None:
-    """Say that the horizon grew, and that the learning rate jumps where the shorter schedule had lowered it
-    already."""
+    """Record that the horizon grew. Warn if the learning rate jumps because the shorter schedule had already
+    lowered it."""
     plan, done = session.plan, session.progress.finished_steps
     session.emit(
         EventType.EXTENDED, {"from_steps": from_steps, "to_steps": plan.numbers.total_steps}
@@ -204,10 +210,10 @@ def _announce_extension(session: Session, *, from_steps: int) -> None:
 
 
 def describe_run(session: Session, machinery: Machinery) -> RunInfo:
-    """Facts for observers before the first step they see."""
+    """Return facts for observers, before the first step that they observe."""
     plan, world = session.plan, session.world
     training, runtime = plan.run.training, plan.run.training.runtime
-    # The formula is of a language model that is trained.
+    # The formula is valid only for a trained language model.
     flops_of_token = flops_per_token(
         machinery.model,
         plan.model.config if is_model_trained(training) else None,
@@ -246,14 +252,14 @@ def describe_run(session: Session, machinery: Machinery) -> RunInfo:
             column.name: {"unit": column.unit, "help": column.help}
             for column in declare(session.opened.task.metrics)
         },
-        # A task of the user's own may be no subclass of Task.
+        # A user's task need not be a subclass of Task.
         loss_items=getattr(session.opened.task, "loss_items", TOKENS),
     )
 
 
 def announce_first_step(session: Session) -> None:
-    """Say what the start-up consisted of; from here on the garbage collector need not look at what start-up
-    made."""
+    """Record the phases of the start-up. From here on, the garbage collector ignores the objects that it
+    created."""
     if "first_step" in session.marks:
         return
     session.mark("first_step")
@@ -265,7 +271,8 @@ def announce_first_step(session: Session) -> None:
         session.emit(EventType.PHASES, phases)
     device = session.world.device
     if session.world.is_main and should_compile(session.plan.run.training.runtime, device):
-        # Remembered: the first step of the next world of this process would write the same file again.
+        # Store the size, so that the first step of this process's next world does not write the same file
+        # again.
         session.compiled_bytes = save_compiled(
             session.directory.compiled, device, loaded_bytes=session.compiled_bytes
         )

@@ -1,4 +1,4 @@
-"""Values that the parts of one training process share: decided before it began, or held by it."""
+"""Values that the parts of one training process share: decided before it started, or held by it."""
 
 import dataclasses
 import time
@@ -26,17 +26,16 @@ from evergrad_trainer.training.progress import TrainingProgress
 
 @dataclass(frozen=True)
 class SessionPlan:
-    """Everything decided before the first process group exists. ``marks``: Unix seconds at the end of each
-    start-up phase.
+    """Everything that is decided before the first process group exists.
 
-    ``opened``: the recipe as this process has opened it. Processes forked from this one share it; others open
-    their own.
+    ``marks``: Unix time in seconds at the end of each start-up phase. ``opened``: the recipe as opened by
+    this process. Forked processes share it; other processes open the recipe themselves.
     """
 
     run: TrainingRun
     config_hash: str
-    """Hash of the recipe the run began with, which its checkpoints carry; its data may have lain elsewhere
-    then."""
+    """Hash of the recipe that the run began with, which its checkpoints contain. The path of its data may
+    have changed since then."""
     base_directory: Path
     run_directory: Path
     prepared: Prepared
@@ -49,22 +48,24 @@ class SessionPlan:
     marks: dict[str, float]
     opened: Opened | None = None
     task_hash: str = ""
-    """Hashes of the files of a task of the user's own, as they were when this plan was made."""
+    """Hash of the files of a user's task, as they were when this plan was made."""
     task_files: Mapping[str, str] = field(default_factory=dict)
-    """The same file by file: hashes by the paths from the task's folder."""
+    """Hashes of the single files, by path relative to the task's folder."""
     tokenizer: Mapping[str, str] = field(default_factory=dict)
-    """The reader of the tokenizer's files whose ids are trained, as ``provenance.json`` has it."""
+    """The library that read the tokenizer's files for the trained ids, as in ``provenance.json``."""
     keep_waiting: int = 0
-    """How many checkpoints stay until pods have evaluated them; 0 where the run evaluates its sets itself."""
+    """Number of checkpoints that are kept until pods have evaluated them; 0 if the run evaluates its sets
+    itself."""
     start: DataStart | None = None
-    """Where the data begin; None: each stage at its first samples."""
+    """Position at which the data begin; None: each stage begins at its first samples."""
     doubts: tuple[str, ...] = ()
-    """Warnings about sources that begin at their first sample, and may have given some before."""
+    """Warnings about sources that begin at their first sample, although an earlier run may have used some
+    samples."""
     ahead: HeldFiles | None = None
-    """The newest checkpoint's files, which this process has begun to read before anything else."""
+    """The newest checkpoint's files, which this process begins to read before anything else."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Open files and read ones do not travel to a process that is started again."""
+        """Drop open files and files that were read, because another process cannot receive them."""
         return {**vars(self), "opened": None, "ahead": None}
 
 
@@ -82,17 +83,18 @@ class Session:
     marks: dict[str, float] = field(default_factory=dict)
     metrics_address: str | None = None
     compiled_bytes: int = 0
-    """Size of the compiled kernels that were there when this process began."""
+    """Size of the compiled kernels that existed when this process started."""
     waiting: list[Event] | None = field(default_factory=list)
-    """Events before the start event, which comes first; None once it is written."""
+    """Events that wait until the start event is written; None afterwards."""
     task_before: Mapping[str, str] = field(default_factory=dict)
-    """Hashes of the task's files that the restored state was trained with; empty without one."""
+    """Hashes of the task's files with which the restored state was trained; empty without a restored
+    state."""
     begun_from: Mapping[str, Any] | None = None
-    """The settings that this process has begun a fresh run with: as ``run.json`` has them."""
+    """The settings with which this process began a fresh run, as in ``run.json``."""
     state_from: str = ""
-    """The checkpoint of another run whose whole state it was."""
+    """The checkpoint of another run from which the whole state was loaded; empty without one."""
     is_announced: bool = False
-    """This process has written a start event."""
+    """Whether this process has written a start event."""
 
     @property
     def data(self) -> DataStreams:
@@ -100,7 +102,7 @@ class Session:
 
     @property
     def identity(self) -> Identity:
-        """Identity in this run's checkpoints, which no other run's have."""
+        """Identity in this run's checkpoints, which differs from the identity of every other run."""
         return Identity(
             self.plan.run.metadata.name,
             self.plan.config_hash,
@@ -116,22 +118,23 @@ class Session:
         self.marks[phase] = time.time()
 
     def note_task(self, files: Mapping[str, str]) -> None:
-        """Remember the task's files that a restored state was trained with, for the start's announcement."""
+        """Store the task's files with which a restored state was trained, for the announcement of the
+        start."""
         self.task_before = dict(files)
 
     def describe_beginning(self) -> dict[str, Any]:
-        """The facts of a start's announcement that this process knows because its state is not a
-        transferred one."""
+        """Return the facts for the announcement of the start that only a process without a transferred state
+        knows."""
         return {"begun_from": self.begun_from, "task_before": dict(self.task_before)}
 
     def adopt_beginning(self, row: Mapping[str, Any]) -> None:
-        """Take over those facts from a rank that had the state: a newcomer may be the rank 0 that
+        """Adopt these facts from a rank that had the state, because a joining rank may become the rank 0 that
         announces."""
         self.begun_from = row["begun_from"]
         self.note_task(row["task_before"])
 
     def emit(self, type_: str, fields: dict[str, Any]) -> None:
-        """Give the observers an event at the last finished step."""
+        """Send the observers an event at the newest finished step."""
         step, generation = self.progress.finished_steps, self.world.generation
         event = Event(
             type=type_, time=time.time(), step=step, generation=generation, fields=fields
@@ -142,10 +145,11 @@ class Session:
             self.observers.event(event)
 
     def release_events(self) -> None:
-        """Write what has waited for the start event; from here on events are written as they come."""
+        """Write the events that waited for the start event. From here on, events are written immediately."""
         waiting, self.waiting = self.waiting or [], None
         for event in waiting:
-            # Dated now: in a log whose lines go back in time, the clock would seem to have been set.
+            # Use the current time: if times in the log went backwards, the clock would seem to have been
+            # changed.
             self.observers.event(
                 dataclasses.replace(
                     event, step=self.progress.finished_steps, time=time.time()

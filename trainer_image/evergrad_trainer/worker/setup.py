@@ -1,5 +1,5 @@
-"""Opens and builds what a process needs before its first step: recipe, checkpoints, and everything the loop
-uses."""
+"""Opens and builds what a process needs before its first step: recipe, checkpoints, and the loop's
+components."""
 
 import functools
 
@@ -24,10 +24,10 @@ from evergrad_trainer.worker.session import Session, SessionPlan
 
 
 def open_plan(plan: SessionPlan) -> Opened:
-    """The run's recipe over its prepared data: as the plan brings it, or opened here.
+    """Return the run's recipe over its prepared data, from the plan, or opened here.
 
-    Raises HostError where the files of a task have changed since the plan was made: the node has told the
-    others what it had then.
+    Raises HostError if the files of a task have changed since the plan was made, because the node has
+    reported the earlier version to the other nodes.
     """
     has_trained = has_steps(RunDirectory(plan.run_directory))
     if plan.opened is None:
@@ -51,7 +51,7 @@ def open_plan(plan: SessionPlan) -> Opened:
 
 
 def build_checkpoints(session: Session, machinery: Machinery) -> CheckpointManager:
-    """Build what saves and restores this session's state."""
+    """Build the object that saves and restores this session's state."""
     plan = session.plan
     checkpoints = CheckpointManager(
         session.directory.checkpoints,
@@ -70,7 +70,7 @@ def has_checkpoints(directory: RunDirectory) -> bool:
 
 
 def has_steps(directory: RunDirectory) -> bool:
-    """Whether the run has made a step, in whichever process."""
+    """Return whether any process of the run has made a step."""
     return has_checkpoints(directory) or last_step(directory) > 0
 
 
@@ -80,7 +80,7 @@ def _follow_first_step(session: Session, checkpoints: CheckpointManager) -> None
 
 
 def _most_workers(session: Session) -> int:
-    """Workers that may train together, as far as the file and the world of this process say."""
+    """Return how many workers may train together, according to the file and this process's world."""
     spec = session.plan.run.spec
     named = spec.nodes.largest * (spec.workers_per_node or 1)
     return max(named, session.membership.world.size)
@@ -90,7 +90,7 @@ def build_run(
     session: Session, machinery: Machinery, checkpoints: CheckpointManager
 ) -> TrainingComponents:
     training, numbers = session.plan.run.training, session.plan.numbers
-    # With pods of their own only the sets that the file names are evaluated here.
+    # If pods evaluate, this run evaluates only the sets that the file assigns to it.
     named = {one.name: one.while_training for one in training.evaluation.sets}
     is_default = session.plan.keep_waiting == 0
     left_out = {

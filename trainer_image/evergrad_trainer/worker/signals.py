@@ -1,5 +1,5 @@
-"""SIGTERM and SIGINT set a flag that the ranks agree on at a step boundary; a second signal
-leaves at once."""
+"""SIGTERM and SIGINT set a flag on which the ranks agree at a step boundary. A second signal ends the process
+immediately."""
 
 import logging
 import os
@@ -13,12 +13,12 @@ from evergrad_common.contract import ExitCode, step_of_checkpoint
 
 _log = logging.getLogger(__name__)
 _SAME_SECONDS = 1.0
-"""A SIGTERM that follows so soon is the same request: ``timeout`` sends its own to the process, then to its
-whole group."""
+"""A SIGTERM within this time repeats the first request: ``timeout`` signals the process and then its whole
+group."""
 
 
 class StopCount:
-    """Distinguishes a first request to stop from a second one, and from a repetition of the first."""
+    """Distinguishes a first request to stop from a second request, and from a repetition of the first."""
 
     def __init__(self) -> None:
         self.first_at: float | None = None
@@ -29,7 +29,7 @@ class StopCount:
         *,
         now: float,
     ) -> Literal["first", "same", "second"]:
-        """Find the meaning of a SIGTERM or SIGINT at the monotonic time ``now``."""
+        """Classify a SIGTERM or SIGINT that arrived at the monotonic time ``now``."""
         if self.first_at is None:
             self.first_at = now
             return "first"
@@ -41,16 +41,16 @@ class StopCount:
 
 
 def describe_abrupt_end(checkpoints: Path | None) -> str:
-    """Say what a second request to stop costs, and where the run resumes.
+    """Describe which steps a second request to stop loses, and where the run resumes.
 
-    ``checkpoints``: the directory of the run's checkpoints; None for a process that saves none.
+    ``checkpoints``: directory of the run's checkpoints; None for a process that saves none.
     """
     said = (
         "interrupted twice: leaving at once, state since the last checkpoint is not saved"
     )
     if checkpoints is None:
         return said
-    # Names alone: this process has no time to validate files, and the next start does.
+    # Read only the names: this process has no time to validate files; the next start validates them.
     names = [one.name for one in checkpoints.iterdir()] if checkpoints.is_dir() else []
     steps = [step for step in map(step_of_checkpoint, names) if step is not None]
     if not steps:
@@ -59,12 +59,13 @@ def describe_abrupt_end(checkpoints: Path | None) -> str:
 
 
 class StopSignals:
-    """Catches SIGTERM and SIGINT for as long as it is installed. Only for the main thread.
+    """Catches SIGTERM and SIGINT while it is installed. Use it only in the main thread.
 
-    ``checkpoints``: the directory of the run's checkpoints, named if a second signal ends the process.
+    ``checkpoints``: directory of the run's checkpoints, for the message when a second signal ends the
+    process.
 
-    Python runs signal handlers only when the main thread is back in the interpreter, which a rank inside a
-    collective is not; so a thread reads the numbers from the wake-up pipe as they arrive.
+    Python runs signal handlers only when the main thread is in the interpreter, which a rank inside a
+    collective is not. A thread therefore reads the signal numbers from the wake-up pipe when they arrive.
     """
 
     def __init__(self, checkpoints: Path | None = None) -> None:
@@ -77,7 +78,7 @@ class StopSignals:
         self._previous_wakeup = -1
 
     def install(self) -> None:
-        """Start catching."""
+        """Start to catch the signals."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, lambda *_: None)
         self._previous_wakeup = signal.set_wakeup_fd(
@@ -86,8 +87,8 @@ class StopSignals:
         threading.Thread(target=self._listen, name="evergrad-signals", daemon=True).start()
 
     def uninstall(self) -> None:
-        """Put back what was there before."""
-        # First the pipe, so that no number is written to it after its reader has ended.
+        """Restore the previous handlers."""
+        # Restore the pipe first, so that no number is written to it after its reader has ended.
         signal.set_wakeup_fd(self._previous_wakeup)
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
@@ -95,17 +96,18 @@ class StopSignals:
 
     @property
     def is_requested(self) -> bool:
-        """Whether this process was asked to stop."""
+        """Return whether this process was requested to stop."""
         return self._requested.is_set()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until this process is asked to stop, or so long; whether it is."""
+        """Wait until this process is requested to stop, or until ``seconds`` have passed; return whether it
+        was."""
         return self._requested.wait(seconds)
 
     def _listen(self) -> None:
         while True:
             for number in os.read(self._read_fd, 64):
-                # No signal has the number 0: uninstall writes it.
+                # No signal has the number 0; ``uninstall`` writes a 0.
                 if number == 0:
                     return
                 if number not in (signal.SIGTERM, signal.SIGINT):

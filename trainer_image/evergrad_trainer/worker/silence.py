@@ -1,11 +1,12 @@
 """Messages of a process that waits for its run's coordinator. Pure."""
 
 SAY_SECONDS = 10.0
-"""Between two words of it."""
+"""Interval between two messages."""
 
 
 def describe_silence(address: str, *, seconds: float, was_there: bool) -> str:
-    """``seconds``: time since the last answer. ``was_there``: whether there ever was an answer."""
+    """Return the message. ``seconds``: time since the last response. ``was_there``: whether there ever was
+    one."""
     how = "has not answered for" if was_there else "has never answered, in"
     return (
         f"the coordinator at {address} {how} {seconds:.0f} s; still trying. Check that it runs, "

@@ -1,5 +1,5 @@
-"""Makes the state that a run begins or goes on with: from its newest checkpoint, from given weights, or from
-the seed."""
+"""Prepares the state that a run starts or resumes with: from its newest checkpoint, from given weights, or
+from the seed."""
 
 from collections.abc import Callable, Mapping
 
@@ -34,13 +34,13 @@ from evergrad_trainer.worker.session import Session
 
 
 def register_state(session: Session, machinery: Machinery) -> None:
-    """Register all of the run's state that is no tensor of ``machinery``: what is loaded, and what must
-    agree."""
+    """Register the parts of the run's state that are not tensors of ``machinery``: values to load, and values
+    that must agree."""
     plan = session.plan
     machinery.registry.register(COUNTERS, session.progress)
 
     def check_cursor(stored: Values) -> None:
-        # A pure function of the step: a checkpoint that disagrees was written with another order.
+        # The cursor depends only on the step. A different cursor means that another sample order was used.
         expected = session.data.train.cursor(session.progress.finished_steps)
         if stored != expected:
             what = f"the checkpoint's cursor is {stored} and this version's is {expected}"
@@ -52,9 +52,9 @@ def register_state(session: Session, machinery: Machinery) -> None:
         value=lambda: session.data.train.cursor(session.progress.finished_steps),
         check=check_cursor,
     )
-    # Behind the counters: the cursor follows from the step that they load.
+    # Register this after the counters, because the cursor depends on the step that they load.
     machinery.registry.register(CURSOR, cursor)
-    # The checkpoint's tensors may fit a model that computes something else with them.
+    # The checkpoint's tensors may fit a model that computes a different function.
     description = Agreement(
         value=plan.model.describe,
         check=lambda stored: raise_if(
@@ -66,7 +66,8 @@ def register_state(session: Session, machinery: Machinery) -> None:
     machinery.registry.register(OBSERVERS, session.opened.observers)
 
     def check_frozen(stored: Values) -> None:
-        # The trained weights were trained beside others. All ranks hold the same: they agreed when they met.
+        # The trained weights depend on the frozen modules. All ranks have the same ones: they agreed when
+        # they met.
         now = machinery.frozen
         changed = [name for name in {**stored, **now} if stored.get(name) != now.get(name)]
         if changed:
@@ -98,15 +99,16 @@ def restore(
     has_checkpoints: bool,
     is_initial: bool = True,
 ) -> None:
-    """Load the newest checkpoint, or the state a fresh run begins with.
+    """Load the newest checkpoint, or the state that a fresh run begins with.
 
-    ``is_initial``: the tensors have their initial values, which they are given here otherwise where no
+    ``is_initial``: the tensors already have their initial values. Otherwise they get these values if no
     checkpoint is loaded.
     """
     session.state_from = ""
-    # Collective: all ranks choose one checkpoint, or none.
+    # Collective: all ranks choose the same checkpoint, or none.
     restored = checkpoints.restore(machinery.state(), ahead=session.plan.ahead)
-    # Built without weights for a checkpoint that is not there, or left dirty by a transfer.
+    # The tensors were built without weights for a checkpoint that does not exist, or a transfer left them
+    # dirty.
     if restored is None and not has_checkpoints and not is_initial:
         machinery.registry.reset()
     if restored is not None:
@@ -125,12 +127,12 @@ def restore(
         )
     else:
         _warn_of_lost_steps(session)
-        # Collectives: all ranks begin with one state.
+        # Collectives: all ranks begin with the same state.
         begin(session, machinery)
 
 
 def _warn_of_lost_steps(session: Session) -> None:
-    """Say that an earlier process trained steps of this run and saved none of them."""
+    """Warn that an earlier process trained steps of this run and saved none of them."""
     if not session.world.is_main:
         return
     trained = last_step(session.directory)
@@ -145,9 +147,9 @@ def _warn_of_lost_steps(session: Session) -> None:
 
 
 def settle_snapshots(session: Session, machinery: Machinery) -> None:
-    """Bring the snapshots that belong to the state to this rank and all others, which call this too.
+    """Give this rank, and all others, the snapshots that belong to the state. All ranks call this.
 
-    Raises CheckpointError.
+    Raises CheckpointError if neither a member nor a checkpoint has them.
     """
     plan = session.plan
 

@@ -1,9 +1,9 @@
-"""The states of a worker's life, and of the model state that it holds.
+"""The states of a worker, and of the model state that it holds.
 
-A worker whose world is never replaced goes through the same states, with one world: its only order is
-"begin", and the next one it takes is the end that this world has agreed on. A failed peer or a difference
-then ends the worker (FAILED), since its launcher starts all of them afresh.
 
+A worker whose world is never replaced passes through the same states with one world. Its only order is
+"begin", and the next order is the end on which this world has agreed. A failed peer or a difference then ends
+the worker (FAILED), because its launcher starts all workers again.
 ::
 
     IDLE ──begin──▶ SETUP ──met──▶ SETTLE ──one state──▶ TRAIN ──end agreed──▶ CLOSING
@@ -21,19 +21,19 @@ state       event                                              next state
 IDLE        begin: all members are ready                       SETUP
 IDLE        leave: this worker leaves the run                  DEPARTING
 IDLE        end: the run is over                               ENDED
-SETUP       all members have met                               SETTLE
-SETUP       a member did not come, or was lost                 GIVING_UP
-SETTLE      all hold the state after one step                  TRAIN
-SETTLE      a member was lost, or what was transferred differs GIVING_UP
-TRAIN       the ranks agree to go on in another world          LEAVING
+SETUP       all members are connected                          SETTLE
+SETUP       a member did not connect, or was lost              GIVING_UP
+SETTLE      all members hold the state after the same step     TRAIN
+SETTLE      a member was lost, or a transferred state differs  GIVING_UP
+TRAIN       the ranks agree to continue in another world       LEAVING
 TRAIN       the ranks agree that the run stops                 CLOSING
 TRAIN       a member was lost, or replicas differ              GIVING_UP
-CLOSING     the state is saved, the end is written down        LEAVING
+CLOSING     the state is saved, and the end is recorded        LEAVING
 CLOSING     a member was lost during the last save             GIVING_UP
-LEAVING     the group is taken down                            IDLE
-GIVING_UP   connections are cut, the group is taken down       IDLE
-DEPARTING   the state is saved where nobody else holds it      ENDED
-any         an error that no other world cures                 FAILED
+LEAVING     the group is torn down                             IDLE
+GIVING_UP   connections are cut, the group is torn down        IDLE
+DEPARTING   the state is saved, if no other worker holds it    ENDED
+any         an error that occurs in every world                FAILED
 ==========  =================================================  =============================
 
 IDLE answers every planned change with ``ready``: see ``worker.watchdog``.
@@ -47,39 +47,39 @@ from evergrad_trainer.worker.channel import Failed, WorkerLeft
 
 
 class WorkerState(StrEnum):
-    """Where a worker is between its first world and its end."""
+    """The stage of a worker between its first world and its end."""
 
     IDLE = "idle"
-    """Out of every group; waits for an order."""
+    """In no group; waits for an order."""
     SETUP = "setup"
-    """Meets the other members."""
+    """Connects to the other members."""
     SETTLE = "settle"
-    """Brings all members to one state."""
+    """Gives all members the same state."""
     TRAIN = "train"
     CLOSING = "closing"
-    """Saves together with the others, and writes the run's end down."""
+    """Saves together with the other members, and records the run's end."""
     LEAVING = "leaving"
-    """Takes down a group that has ended as agreed."""
+    """Tears down a group that has ended as agreed."""
     GIVING_UP = "giving_up"
-    """Takes down a group whose peers are gone or differ; waits for none of them."""
+    """Tears down a group whose peers are gone or differ, without waiting for them."""
     DEPARTING = "departing"
     """Leaves the run alone."""
     ENDED = "ended"
     FAILED = "failed"
-    """Ends because of an error that is not of one world."""
+    """Ends because of an error that does not depend on the world."""
 
 
 class StateStatus(StrEnum):
-    """The condition of the tensors of a worker."""
+    """The condition of a worker's tensors."""
 
     WHOLE = "whole"
-    """The state after ``progress.finished_steps``: may be transferred to others and saved."""
+    """The state after ``progress.finished_steps``; it may be transferred and saved."""
     FRESH = "fresh"
-    """The initial weights and zero moments, as they were built from the seed."""
+    """The initial weights and zero moments, built from the seed."""
     DIRTY = "dirty"
-    """Anything else: transferred or loaded in part, built without weights, or found to differ.
+    """Any other condition: partly transferred or loaded, built without weights, or found to differ.
 
-    Never trained, transferred or saved.
+    Such tensors are never trained, transferred or saved.
     """
 
 
@@ -103,7 +103,7 @@ _NEXT: Mapping[WorkerState, frozenset[WorkerState]] = {
 
 
 class Life:
-    """A worker's phase, and the state it holds. The main thread alone writes it."""
+    """A worker's phase, and the condition of its state. Only the main thread writes it."""
 
     def __init__(self, held: StateStatus) -> None:
         self.phase = WorkerState.IDLE
@@ -111,13 +111,13 @@ class Life:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, well or not: an error after that ends it no more."""
+        """Whether the worker has ended, successfully or not; a later error does not change this."""
         return self.phase in _OVER
 
     def enter(self, phase: WorkerState) -> None:
         """Continue with ``phase``.
 
-        Raises RuntimeError for a step the table does not have: an error of this program.
+        Raises RuntimeError for a transition that is not in the table, which is a programming error.
         """
         is_error = phase is WorkerState.FAILED and not self.is_over
         if not is_error and phase not in _NEXT[self.phase]:
@@ -127,8 +127,7 @@ class Life:
 
 @dataclass(frozen=True)
 class LifeEnd:
-    """How a worker's life ended: the exit code of its process, and its last words to the supervisor if it has
-    any."""
+    """How a worker ended: the exit code of its process, and its last message to the supervisor, if any."""
 
     exit_code: int
     last_words: WorkerLeft | Failed | None = None

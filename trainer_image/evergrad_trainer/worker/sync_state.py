@@ -1,5 +1,5 @@
-"""Brings all members of a new world to one state: that of the newest step that a member holds, else that of a
-checkpoint or of the beginning."""
+"""Gives all members of a new world the same state: the newest step that a member holds, or else a checkpoint
+or the initial state."""
 
 import uuid
 
@@ -24,13 +24,14 @@ from evergrad_trainer.worker.states import Life, StateStatus
 def settle(
     session: Session, machinery: Machinery, run: TrainingComponents, life: Life
 ) -> bool:
-    """Bring all ranks to one state; whether it came from the disk (or from nowhere) instead of from a rank.
+    """Give all ranks the same state. Return whether it was loaded or initialised instead of received from a
+    rank.
 
-    All ranks call this. ``life.held`` is whole at the end, and dirty wherever an error has cut this short.
+    All ranks call this. Afterwards ``life.held`` is whole, or dirty if an error interrupted the call.
     """
     world, progress, checkpoints = session.world, session.progress, run.checkpoints
     held_step = progress.finished_steps if life.held == StateStatus.WHOLE else -1
-    # Collective: one exchange, and what each rank holds and knows decides what all of them do next.
+    # Collective: exchange once what each rank holds; the result decides what all ranks do next.
     rows = world.gather_json(
         {
             **describe_rank(progress, checkpoints, held_step=held_step),
@@ -42,7 +43,7 @@ def settle(
     )
     steps = [int(row["step"]) for row in rows]
     _check_frozen(world, [row["frozen"] for row in rows], steps)
-    # A newcomer's observers are all on.
+    # On a joining rank, all observers are still active.
     run.lasting.agree_switched_off({name for row in rows for name in row["observers_off"]})
     checkpoints.enter_world(failures=max(int(row["failures"]) for row in rows))
 
@@ -50,23 +51,24 @@ def settle(
     if is_fresh:
         _begin_again(session, machinery, checkpoints, life)
     else:
-        # Point to point: those with the newest step give it to the others, who hold nothing until all of it
-        # has arrived.
+        # From rank to rank: holders of the newest step send it to the others, whose state is dirty until all
+        # of it has arrived.
         for transfer in plan_transfers(steps):
             if world.rank == transfer.stale_rank:
                 life.held = StateStatus.DIRTY
             if world.rank in (transfer.source, transfer.stale_rank):
                 transfer_state(machinery.state(), transfer, world)
-        # Collective: a source may have died with part of it still on its way.
+        # Collective: a source may have died while a part was still in transit.
         world.confirm()
-        # Collective: what belongs to those tensors, as one of the ranks that had them remembers it.
+        # Collective: send the values that belong to these tensors, from one of the ranks that had them.
         registry, source = machinery.registry, choose_source(rows)
         registry.load_values(world.broadcast_json(registry.values(), source=source))
         adopt(progress, rows)
         session.adopt_beginning(rows[source])
 
-    # Collective, before the first step of a world: what was transferred has arrived and, where that is asked
-    # for, all replicas are equal. Rank 0's wish counts: a comparison that only some make would wait for ever.
+    # Collective, before the first step of a world: check that the transfer is complete and, if requested,
+    # that all replicas are equal. Use the request of rank 0: a comparison that only some ranks make would
+    # wait forever.
     state, newest = machinery.own_state(), max(steps)
     if rows[0]["is_comparing"]:
         compare_states(
@@ -86,15 +88,15 @@ def settle(
 
 
 def _name_run(session: Session) -> None:
-    """Give the run its id, where neither a rank nor a checkpoint has one: all ranks know the same."""
+    """Give the run an id, the same on all ranks, unless a rank or a checkpoint has one."""
     if session.progress.run_id:
         return
     proposed = ""
     if session.world.is_main:
-        # A start that ended before its first checkpoint has left it in the directory.
+        # A start that ended before its first checkpoint has recorded the id in the directory.
         recorded = session.directory.read_resolved() or {}
         proposed = str(recorded.get("runId") or uuid.uuid4().hex[:16])
-    # Collective: rank 0's proposal becomes part of the state.
+    # Collective: rank 0's proposal becomes a part of the state.
     session.progress.run_id = str(session.world.broadcast_json(proposed))
 
 
@@ -103,11 +105,11 @@ def _check_frozen(
     frozen: list[dict[str, str]],
     steps: list[int],
 ) -> None:
-    """Frozen modules are no part of what is transferred: this rank has built the same ones as those whose
-    state it would continue with."""
+    """Raise HostError if this rank's frozen modules, which are not transferred, differ from the modules of
+    the ranks whose state it would continue with."""
     newest = max(steps)
     holders = [rank for rank, step in enumerate(steps) if step == newest]
-    # As numbers, since a majority is looked for; which ones they are says nothing.
+    # Convert the hashes to numbers to find a majority; the numbers themselves have no meaning.
     numbers = [frozen.index(own) for own in frozen]
     if world.rank in find_suspects(numbers, holders=holders):
         raise HostError(
@@ -119,16 +121,16 @@ def _check_frozen(
 def _begin_again(
     session: Session, machinery: Machinery, checkpoints: CheckpointManager, life: Life
 ) -> None:
-    """No rank holds a state: load the newest checkpoint or, without one, begin with the initial weights."""
+    """Without a state on any rank, load the newest checkpoint, or begin with the initial weights."""
     had_held = life.held
-    # The memory of this process belongs to a state that is gone; a load that is cut short leaves neither.
+    # This process's progress belongs to a lost state. An interrupted load must leave neither.
     session.progress.reset()
     session.is_announced = False
     life.held = StateStatus.DIRTY
     # Collective: a volume may show a new checkpoint to some hosts later than to others.
     are_there = not session.world.all_agree(not has_checkpoints(session.directory))
     if machinery.is_sharded:
-        # Shards that were built without weights, since a checkpoint was to follow, cannot be made again here.
+        # Shards that were built without weights, for a checkpoint, cannot be initialised here.
         are_there = are_there or had_held == StateStatus.DIRTY
     is_initial = had_held == StateStatus.FRESH
     restore(

@@ -1,9 +1,9 @@
-"""The one way to end a run: save what is not saved, then mark, report and close as rank 0; the exit code says
-how.
+"""Ends a run: saves unsaved state, then, as rank 0, marks, reports and closes the run. The exit code shows
+how it ended.
 
-All ranks of a world come here together when they have agreed to stop; a worker that leaves the run alone
-comes in a world of its own. An error ends a worker by way of ``worker.reporting`` instead: nothing is saved
-then.
+All ranks of a world call this together after they have agreed to stop. A worker that leaves the run alone
+calls it in a world of its own. An error ends a worker through ``worker.error_reports`` instead; nothing is
+saved then.
 """
 
 import logging
@@ -24,18 +24,18 @@ from evergrad_trainer.worker.session import Session
 
 _log = logging.getLogger(__name__)
 _LEFTOVER = re.compile(r"\.step-\d+\.(new|old)|\.\.step-\d+\.new\.[0-9a-f]+\.tmp")
-"""Names that ``_export`` and ``export_checkpoint`` give to an export of this run until it is whole."""
+"""Names that ``_export`` and ``export_checkpoint`` give to an incomplete export of this run."""
 
 
 def save_all(run: TrainingComponents) -> bool:
-    """Save what no checkpoint holds yet, with all ranks of this world; whether all is saved.
+    """Save, with all ranks of this world, state that no checkpoint contains yet; return whether all is saved.
 
     Raises SaveError or FencedError on all ranks together.
     """
     progress = run.progress
     save_together(run)
     if progress.finished_steps == 0:
-        # The state before the first step follows from the manifest: there is nothing to lose.
+        # The state before the first step is derived from the manifest, so nothing can be lost.
         progress.saved_step = 0
     return progress.saved_step == progress.finished_steps
 
@@ -48,10 +48,10 @@ def close_run(
     is_saved: bool,
     is_alone: bool = False,
 ) -> ExitCode:
-    """Write down how the run ended, as rank 0, and close the observers; every rank gets the exit code.
+    """Record on rank 0 how the run ended, and close the observers. Returns the exit code on every rank.
 
-    ``is_alone``: this worker leaves a run that others may continue with, so no complete mark and no page is
-    made.
+    ``is_alone``: this worker leaves a run that other workers may continue, so no completion mark and no page
+    is written.
     """
     is_complete = reason == "complete"
     code = ExitCode.DONE if is_complete else ExitCode.STOPPED_SAVED
@@ -61,28 +61,29 @@ def close_run(
         return code
 
     if is_alone:
-        # It may never have trained in a world in which it was the one to write the start event.
+        # This worker may never have been the rank that writes the start event.
         session.release_events()
     step = session.progress.finished_steps
-    # Before its first step a run has nothing to save: no checkpoint is there, and none is missing.
+    # Before its first step, a run has no state to save, so no checkpoint exists or is missing.
     session.emit(EventType.STOP, {"reason": reason, "saved": is_saved and step > 0})
     if code == ExitCode.DONE:
         if session.plan.run.training.checkpoint.export_at_end:
-            # Before the run is marked: one that is killed, or finds no space, in here ends again.
+            # Export before the run is marked: if it is killed or the disk is full, the next start exports
+            # again.
             print(f"exported: {_export(session, step)}", flush=True)
         session.emit(EventType.COMPLETE, {"total_steps": step})
         facts = {"run": session.plan.run.metadata.name, "step": step, "time": time.time()}
         session.directory.mark_complete({**facts, "best": session.progress.best})
     session.emit(EventType.END, {"exit_code": int(code)})
-    # Before anything is printed or drawn: whoever asked to stop may kill next.
+    # Release before printing and drawing, because the sender of the stop request may kill this process next.
     writer.release()
 
     if reason == "non_finite":
         print(f"error: {session.progress.refusal}", file=sys.stderr)
     later = f"evergrad report {session.directory.path}"
     if reason == "signal":
-        # The state is saved. Figures and text take milliseconds; a page with plots can be drawn at any time,
-        # and the sender of the signal may not wait for it.
+        # The state is saved. Figures and text take milliseconds. A page with plots can be created at any
+        # time, and the sender of the signal may not wait for it.
         _write_summary(session)
         print(f"stopped after step {step}; for a report: {later}", flush=True)
     else:
@@ -105,7 +106,7 @@ def close_run(
 
 
 def _write_summary(session: Session) -> None:
-    """Write the run's figures and text, without its page. A failure is reported and ends nothing."""
+    """Write the run's figures and text, without the page. A failure is only reported."""
     from evergrad_trainer.report.build import write_report
 
     try:
@@ -116,16 +117,16 @@ def _write_summary(session: Session) -> None:
 
 
 def _export(session: Session, step: int) -> Path:
-    """Write the final weights as a transformers directory, in the place of an older export of that step.
+    """Write the final weights as a transformers directory, replacing an older export of this step.
 
-    Raises VolumeError, RunDirectoryError or CheckpointError.
+    Raises VolumeError, RunDirectoryError or CheckpointError if the export fails.
     """
     from evergrad_trainer.export import export_checkpoint
 
     target = session.directory.exports / f"step-{step}"
     with reported(target, what="cannot be written"):
-        # Folders that a killed process has left of its own. A volume or a desktop keeps hidden files
-        # there, and a user may export beside this.
+        # Remove only folders that a killed process of this run has left: volumes and desktops keep hidden
+        # files here, and a user may export into the same folder.
         for rest in session.directory.exports.glob(".*"):
             if _LEFTOVER.fullmatch(rest.name) and rest.is_dir():
                 shutil.rmtree(rest)

@@ -1,4 +1,4 @@
-"""Sources of a worker's worlds: a supervisor, which gets reports of them, or a launcher."""
+"""Sources of a worker's worlds: a supervisor, which receives reports about them, or a launcher."""
 
 from typing import Protocol
 
@@ -27,19 +27,19 @@ from evergrad_trainer.worker.watchdog import Order, Watchdog
 
 
 class Worlds(Protocol):
-    """Orders to a worker, and reports of what becomes of its worlds."""
+    """Orders to a worker, and reports about its worlds."""
 
     are_replaced: bool
-    """Whether another world follows one that breaks."""
+    """Whether another world follows a world that breaks."""
 
     def await_order(self, *, step: int) -> Order:
-        """Wait, out of every group and holding the state after ``step`` (-1: none), for what to do next."""
+        """Wait for the next order, outside of every group. ``step``: step of the held state (-1: none)."""
 
     def meet(self, begin: WorkerGo, alone: World) -> World:
-        """Form the group of ``begin`` and claim the run directory for it. Raises PeerLostError."""
+        """Form the group of ``begin``, and claim the run directory for it. Raises PeerLostError."""
 
     def trains(self, world: World, step: int) -> None:
-        """All members hold the state after ``step`` and continue from it."""
+        """Report that all members hold the state after ``step`` and continue from it."""
 
     def agreed_end(
         self,
@@ -49,23 +49,25 @@ class Worlds(Protocol):
         exit_code: int,
         reason: str,
     ) -> None:
-        """The run's end is written down."""
+        """Report that the run's end is recorded."""
 
     def cut(self) -> None:
-        """Give the running group up from this side: peers must not wait for this process."""
+        """Abandon the running group on this side, so that peers do not wait for this process."""
 
     def leave(self, world: World | None) -> bool:
-        """Take the group down; whether buffers of its collectives must not be used again."""
+        """Tear down the group; return whether buffers of its collectives must not be used again."""
 
     def left(
         self, generation: int, *, step: int, error: EvergradError | None, is_expected: bool
     ) -> None:
-        """This process is out of the group of ``generation``, which ``error`` broke, if it did not end as
-        agreed."""
+        """Report that this process has left the group of ``generation``.
+
+        ``error``: the error that broke the group; None if it ended as agreed.
+        """
 
 
 class SupervisedWorlds:
-    """One world after the other, as the supervisor orders them over the channel."""
+    """One world after another, as the supervisor orders them over the channel."""
 
     are_replaced = True
 
@@ -77,7 +79,7 @@ class SupervisedWorlds:
         *,
         timeout_seconds: float,
     ) -> None:
-        """``timeout_seconds``: of a group's collectives."""
+        """``timeout_seconds``: timeout of a group's collectives."""
         self._watchdog = watchdog
         self._channel = channel
         self._directory = directory
@@ -90,7 +92,8 @@ class SupervisedWorlds:
     def meet(self, begin: WorkerGo, alone: World) -> World:
         self._transport = transport = choose_transport(alone.device)
         interrupt = Interrupt(transport.give_up)
-        # Before the first connection is opened: the watchdog cuts those that are opened from here on.
+        # Call this before the first connection is opened: the watchdog cuts connections that are opened
+        # afterwards.
         self._watchdog.enter(begin.generation, interrupt)
         world = form_world(
             Place(
@@ -103,7 +106,7 @@ class SupervisedWorlds:
             timeout_seconds=self._timeout_seconds,
         )
         self._watchdog.note_formed()
-        # Only now: a group that never forms must not fence out the one before it.
+        # Claim only now: a group that never forms must not fence out the previous group.
         if world.is_main:
             claim_exactly(self._directory.checkpoints, world.generation)
         return world
@@ -119,7 +122,7 @@ class SupervisedWorlds:
         exit_code: int,
         reason: str,
     ) -> None:
-        # Only rank 0's report counts; the others wait for the supervisor's order.
+        # Only rank 0's report counts; the other ranks wait for the supervisor's order.
         if world.is_main:
             self._channel.send(WorkerResult(world.generation, step, exit_code, reason))
 
@@ -129,14 +132,14 @@ class SupervisedWorlds:
     def leave(self, world: World | None) -> bool:
         assert self._transport is not None  # noqa: S101 - a group is left after it was met
         was_stuck = abandon_world(world, self._transport)
-        # Last: the watchdog may cut until nothing of the group is left.
+        # Call this last: the watchdog may cut connections until the group is torn down.
         self._watchdog.leave()
         return was_stuck
 
     def left(
         self, generation: int, *, step: int, error: EvergradError | None, is_expected: bool
     ) -> None:
-        # A peer that left first for a planned change has broken nothing.
+        # A peer that left early because of a planned change has broken nothing.
         if error is None and (is_expected or self._watchdog.is_changing_from(generation)):
             return
         error = error or PeerLostError("a peer left the group")
@@ -144,9 +147,9 @@ class SupervisedWorlds:
 
 
 class OnlyWorld:
-    """The one world that a launcher has put this process into.
+    """The only world of a process that a launcher has started.
 
-    It was formed, and the directory claimed, before.
+    It was formed, and the directory claimed, before this object was created.
     """
 
     are_replaced = False
@@ -179,7 +182,7 @@ class OnlyWorld:
         return self._world
 
     def trains(self, world: World, step: int) -> None:
-        """Report nothing: the launcher does not wait for it."""
+        """Report nothing, because the launcher does not wait for a report."""
 
     def agreed_end(
         self,
@@ -192,7 +195,7 @@ class OnlyWorld:
         self._exit_code = exit_code
 
     def cut(self) -> None:
-        """The end of this process cuts its connections."""
+        """Do nothing, because the end of this process closes its connections."""
 
     def leave(self, world: World | None) -> bool:
         if world is not None:
@@ -202,4 +205,4 @@ class OnlyWorld:
     def left(
         self, generation: int, *, step: int, error: EvergradError | None, is_expected: bool
     ) -> None:
-        """The launcher reads the exit code."""
+        """Do nothing, because the launcher reads the exit code."""

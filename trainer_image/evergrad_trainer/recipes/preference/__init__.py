@@ -1,4 +1,4 @@
-"""Pairs of completions of one prompt: the chosen one is preferred, beside a frozen reference."""
+"""Pairs of completions of the same prompt; the chosen one is preferred, compared with a frozen reference."""
 
 from evergrad_trainer.recipes.preference.task import Preference
 

@@ -1,4 +1,4 @@
-"""The loss of pairs, from the log-probabilities of both completions under model and reference."""
+"""The loss of pairs, computed from the log-probabilities of both completions under model and reference."""
 
 from dataclasses import dataclass
 
@@ -17,20 +17,20 @@ class LogProbs:
 
     @staticmethod
     def of(rows: Tensor) -> "LogProbs":
-        """Those of rows [pairs, 2]: the chosen one first."""
+        """Return the log-probabilities of rows [pairs, 2], in which the chosen completion comes first."""
         return LogProbs(rows[:, 0], rows[:, 1])
 
 
 def pair_losses(model: LogProbs, reference: LogProbs, settings: Preference) -> Tensor:
-    """The loss of each pair [pairs], of the difference h of the two log-ratios log(model / reference).
+    """Return the loss of each pair [pairs], from the difference h of its log-ratios log(model / reference).
 
-    ``sigmoid`` is equation 7 of "Direct Preference Optimization" (arXiv 2305.18290), with smoothing as in its
-    conservative form; ``ipo`` is equation 17 of "A General Theoretical Paradigm to Understand Learning from
-    Human Preferences" (arXiv 2310.12036), of sums over tokens; ``hinge`` is SLiC's on DPO's rewards, as in
-    "Statistical Rejection Sampling Improves Preference Optimization" (arXiv 2309.06657).
+    ``sigmoid`` is equation 7 of "Direct Preference Optimization" (arXiv 2305.18290), with the smoothing of
+    its conservative form. ``ipo`` is equation 17 of "A General Theoretical Paradigm to Understand Learning
+    from Human Preferences" (arXiv 2310.12036), of sums over tokens. ``hinge`` is SLiC's loss on DPO's
+    rewards, as in "Statistical Rejection Sampling Improves Preference Optimization" (arXiv 2309.06657).
     """
     beta, smoothing = float(settings.beta), float(settings.label_smoothing)
-    # The partition function of the implied reward is the same for both rows, and cancels here.
+    # The partition function of the implied reward is the same for both rows, so it cancels here.
     chosen = model.chosen - reference.chosen
     rejected = model.rejected - reference.rejected
     difference = chosen - rejected
@@ -39,7 +39,7 @@ def pair_losses(model: LogProbs, reference: LogProbs, settings: Preference) -> T
     margin = beta * difference
     if settings.loss == "hinge":
         return functional.relu(1 - margin)
-    # Not log(sigmoid(…)), which is -inf for a pair that is ranked clearly wrong.
+    # Do not use log(sigmoid(…)), which is -inf for a pair that is clearly ranked wrongly.
     losses = -(1 - smoothing) * functional.logsigmoid(margin)
     return losses - smoothing * functional.logsigmoid(-margin)
 
@@ -47,12 +47,12 @@ def pair_losses(model: LogProbs, reference: LogProbs, settings: Preference) -> T
 def pair_metrics(
     model: LogProbs, reference: LogProbs, settings: Preference
 ) -> dict[str, Tensor]:
-    """The metrics of each pair [pairs], by its name in METRICS."""
+    """Return the metrics of each pair [pairs], by the names in METRICS."""
     beta = float(settings.beta)
     chosen = beta * (model.chosen - reference.chosen)
     rejected = beta * (model.rejected - reference.rejected)
     return {
-        # As a number, so that its mean is the share of pairs.
+        # Convert to a number, so that the mean is the share of pairs.
         "accuracy": (chosen > rejected).to(chosen.dtype),
         "margin": chosen - rejected,
         "chosen_reward": chosen,

@@ -1,4 +1,4 @@
-"""Pretraining: packed documents, every token predicted from those before it."""
+"""Pretraining: packed documents, in which each token is predicted from the previous tokens."""
 
 from evergrad_trainer.recipes.pretrain.options import PretrainOptions
 from evergrad_trainer.recipes.pretrain.task import Pretrain

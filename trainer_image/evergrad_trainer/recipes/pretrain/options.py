@@ -1,5 +1,5 @@
-"""Options of pretraining, and of recipes derived from it: none, since the sections of the file say all it
-needs."""
+"""Options of pretraining and of recipes that are derived from it: none, because sections of the file contain
+all settings."""
 
 from evergrad_trainer.task import Section
 

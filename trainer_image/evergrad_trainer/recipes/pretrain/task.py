@@ -1,5 +1,5 @@
-"""The task of pretraining: windows of packed documents, the sum of token losses, held-out documents to
-evaluate on."""
+"""The task of pretraining: windows of packed documents, the sum of token losses, and held-out documents for
+evaluation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -32,7 +32,7 @@ from evergrad_trainer.task import (
 
 
 class Pretrain:
-    """One stage, one module, one sum. A recipe of one's own begins well by deriving from it."""
+    """One stage, one module and one sum. A recipe of your own can be derived from this class."""
 
     Options: ClassVar[type[Section]] = PretrainOptions
     metrics: ClassVar[Mapping[str, str]] = {}
@@ -47,20 +47,20 @@ class Pretrain:
         return load_tokenizer(self.setup.training.tokenizer, self.setup.base_directory)
 
     def prepare(self, prepared: Prepared, folder: Path) -> Mapping[str, Any]:
-        """Nothing besides the text."""
+        """Prepare nothing in addition to the text."""
         return {}
 
     def stages(self, prepared: Prepared) -> Sequence[Stage]:
-        """All sources by their weights, from the first step to the last.
+        """Return one stage with all sources by their weights, from the first step to the last.
 
-        Raises DataError for data of another tokenizer, and without any.
+        Raises DataError if there are no sources or they were prepared with another tokenizer.
         """
         if not prepared.sources:
             why = "the task has no stages of its own, and so it trains on text"
             remedy = "Add `data`, or give the task stages"
             raise DataError(Problem("spec.training.data", "missing", why, remedy))
         if prepared.tokenizer_identity != self.tokenizer.identity:
-            # The ids would mean other texts, and every loss would look plausible.
+            # The ids would mean other texts, but every loss would look plausible.
             what = f"the data was prepared with the tokenizer {prepared.tokenizer_identity}"
             why = f"this one is {self.tokenizer.identity}"
             raise DataError(
@@ -71,7 +71,7 @@ class Pretrain:
         sources = {}
         pairs = zip(prepared.sources, data.sources, strict=True)
         for index, (source, declared) in enumerate(pairs):
-            # By the seed of the data: another seed of the weights must not change the samples.
+            # Use the seed of the data: another seed of the weights must not change the samples.
             used = choose_samples(
                 self._open(source, source.train),
                 declared.samples,
@@ -79,8 +79,8 @@ class Pretrain:
                 field=f"spec.training.data.sources[{index}].samples",
             )
             sources[source.name] = (used, declared.weight)
-        # Facts that decide the samples besides the sources and the order: part of the fingerprint of the
-        # data.
+        # Facts that determine the samples in addition to the sources and the order. They are part of the
+        # fingerprint of the data.
         facts = {
             "packing": data.packing,
             "sequence_length": data.sequence_length,
@@ -97,43 +97,43 @@ class Pretrain:
         ]
 
     def observers(self) -> Sequence[Observer]:
-        """None besides those of every run."""
+        """Return nothing in addition to the observers of every run."""
         return ()
 
     def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
-        """The mean loss over the held-out split, if there is one, then over each evaluation source of the
-        file."""
+        """Return the mean loss over the held-out split, if there is one, and over each evaluation source of
+        the file."""
         found: dict[str, Evaluator] = {}
         held_out = [
             self._open(one, one.held_out)
             for one in prepared.sources
             if one.held_out is not None
         ]
-        # One set for the held-out documents of all sources, first: reports show sets in this order.
+        # One set for the held-out documents of all sources. It is first, because reports keep this order.
         if held_out:
             found[HELD_OUT] = Evaluator(held_out)
-        # A set for each source of its own: their losses are not comparable.
+        # One set per evaluation source, because their losses are not comparable.
         for one in prepared.evaluation:
             found[one.name] = Evaluator([self._open(one, one.train)])
         return found
 
     def build(self, build_model: Callable[[], nn.Module]) -> Modules:
-        """The file's model, all of it trained."""
+        """Build the file's model; all of it is trained."""
         return Modules(trained={"model": build_model()})
 
     def loss(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
-        """The sum of token losses in nats."""
+        """Return the sum of token losses in nats."""
         chunk_tokens = self.setup.training.runtime.loss_chunk
-        # By chunks of tokens, if asked for: the logits of a whole micro-batch may not fit.
+        # Compute by chunks of tokens if requested, because the logits of a whole micro-batch may not fit.
         loss_sum = causal_lm_loss(modules.trained["model"], chunk_tokens=chunk_tokens)
         total = loss_sum(batch[INPUT_IDS], batch[LABELS], batch.get(POSITIONS))
         return Loss(total)
 
     def enter(self, modules: Modules, stage: Stage) -> None:
-        """Nothing to prepare: there is one stage."""
+        """Prepare nothing, because there is only one stage."""
 
     def after_update(self, modules: Modules, metrics: Mapping[str, float]) -> None:
-        """Nothing to keep."""
+        """Keep nothing."""
 
     def _open(self, source: PreparedSource, sequence: TokenSequence) -> Source:
         return TokenSource(

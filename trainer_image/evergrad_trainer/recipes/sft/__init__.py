@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: rows of messages or of prompts, in which completions are learned."""
+"""Supervised fine-tuning: rows of messages or of prompts, with a loss on their completions."""
 
 from evergrad_trainer.recipes.sft.task import Sft
 

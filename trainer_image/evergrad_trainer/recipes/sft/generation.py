@@ -1,4 +1,4 @@
-"""Completions that the model generates from the prompts of rows, compared with the rows' own."""
+"""Generates completions from the prompts of rows, and compares them with the completions of the rows."""
 
 import hashlib
 import json
@@ -30,13 +30,16 @@ METRICS: Final = {
 }
 PARTS: Final = ("rows", "exact", "numbers", "parsed", "squared_error")
 _LARGEST: Final = 1e100
-"""Beyond it a text is a run of digits rather than a number, whose square would be none any more."""
+"""A larger number is a run of digits rather than a value, and its square would overflow."""
 _NUMBER: Final = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 class PromptSource:
-    """``input_ids`` and ``labels`` [items, S] of one row each, of which the last completion is labelled, and
-    ``prompt_length`` [items], the tokens before it."""
+    """Reads one row per item: ``input_ids`` and ``labels`` [items, S], and ``prompt_length`` [items].
+
+    Only the tokens of the row's last completion have labels. ``prompt_length`` is the number of tokens before
+    it.
+    """
 
     fill: Mapping[str, int] = {INPUT_IDS: 0, LABELS: IGNORE_INDEX, PROMPT_LENGTH: 0}
 
@@ -48,10 +51,10 @@ class PromptSource:
         settings: Generation,
         ends: Sequence[int] = (),
     ) -> None:
-        """``settings`` and ``ends``, the ids that end a completion besides the end of a document: how they
-        are completed, which decides what may be counted together."""
+        """``settings``: how completions are generated. ``ends``: ids that end a completion in addition to the
+        end of a document. Both are part of the fingerprint, which decides which results may be added."""
         parts = [reader.source.fingerprint, settings.model_dump(mode="json")]
-        # Without other ends the same as in versions that knew none.
+        # Without other ends, the fingerprint is the same as in older versions, which had none.
         said = json.dumps([*parts, *([list(ends)] if ends else [])])
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()[:16]
         self._reader = reader
@@ -61,7 +64,7 @@ class PromptSource:
         return len(self._reader)
 
     def read(self, items: Sequence[int]) -> Rows:
-        """Read rows. Raises IndexError, and DataError if a file cannot be read any more."""
+        """Read rows. Raises IndexError, and DataError if a file can no longer be read."""
         shape = (len(items), self._length)
         inputs = np.zeros(shape, dtype=np.int64)
         labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
@@ -80,26 +83,25 @@ class PromptSource:
         )
 
     def describe(self, item: int) -> str:
-        """File and line of the row."""
+        """Return file and line of the row."""
         return self._reader.describe([item])
 
 
 def last_span(marks: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[int, int]:
-    """Tokens [begin, end) of the last completion, of which at least one is not the row's first."""
+    """Return [begin, end) of the last completion in tokens. The row's first token is never a part of it."""
     learned = np.flatnonzero(marks)
     end = int(learned[-1]) + 1
-    # The last token before it that is not learned; without any, all but the first are the completion.
+    # The completion begins after the last unmarked token, or at the second token if all are marked.
     others = np.flatnonzero(~marks[:end])
     return (max(1, int(others[-1]) + 1) if len(others) else 1), end
 
 
 @dataclass(frozen=True)
 class Completions:
-    """A measurement by generation: completions of the rows of a micro-batch, token by token, each the most
-    probable.
+    """Measures greedy completions of the rows of a micro-batch.
 
-    ``runtime``: how the model is cut and compiled, by default not at all. ``ends``: ids that end a
-    completion besides the end of a document.
+    ``runtime``: how the model is sharded and compiled; by default neither. ``ends``: ids that end a
+    completion in addition to the end of a document.
     """
 
     tokenizer: TextTokenizer
@@ -109,7 +111,7 @@ class Completions:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether all ranks call the model equally often, since they gather its weights together."""
+        """Whether all ranks must call the model equally often, because they gather its weights together."""
         return self.runtime is not None and self.runtime.parallelism == "fsdp2"
 
     @property
@@ -117,19 +119,19 @@ class Completions:
         return (self.tokenizer.end_of_document, *self.ends)
 
     def __call__(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
-        """Sums over the rows: of the losses of their own completions' tokens, and PARTS."""
+        """Return sums over the rows: the losses of the tokens in the rows' own completions, and PARTS."""
         model = modules.trained["model"]
         inputs, labels, lengths = batch[INPUT_IDS], batch[LABELS], batch[PROMPT_LENGTH]
-        # As in training: logits of a whole micro-batch may not fit here, either.
+        # Use chunks as in training, because the logits of a whole micro-batch may not fit.
         chunk_tokens = None if self.runtime is None else self.runtime.loss_chunk
         total = causal_lm_loss(model, chunk_tokens=chunk_tokens)(inputs, labels)
-        # Rows that fill up a batch have no prompt.
+        # Rows that pad a batch have no prompt.
         prompts = [
             row[:length].tolist() for row, length in zip(inputs, lengths, strict=True)
         ]
         rows = [at for at, prompt in enumerate(prompts) if prompt]
         given = [prompts[at] for at in rows]
-        # Collective: ranks gather the weights together, and one without rows must not let the others wait.
+        # Collective: ranks gather the weights together, so a rank without rows generates for a dummy prompt.
         if not given and self.is_sharded:
             given = [[0]]
         generated = self.generate(model, given, inputs.device)
@@ -139,7 +141,7 @@ class Completions:
             own = labels[at][labels[at] != IGNORE_INDEX].tolist()
             found, wanted = self.text(ids), self.text(own)
             sums["rows"] += 1
-            # Without white space at the ends, which templates place differently.
+            # Ignore white space at the ends, which depends on the template.
             sums["exact"] += found.strip() == wanted.strip()
             number, target = parse_number(found), parse_number(wanted)
             if target is None:
@@ -148,9 +150,10 @@ class Completions:
             if number is not None:
                 sums["parsed"] += 1
                 error = number - target
-                # Not as a power, which raises OverflowError for numbers that a product makes infinite.
+                # Do not use a power: it raises OverflowError for large numbers, but a product becomes
+                # infinite.
                 sums["squared_error"] += error * error
-        # In float64 on the device: exact counts, which are summed over all ranks.
+        # Use float64 on the device: the counts stay exact when they are summed over all ranks.
         parts = {
             name: torch.tensor(value, dtype=torch.float64, device=total.device)
             for name, value in sums.items()
@@ -160,19 +163,19 @@ class Completions:
     def generate(
         self, model: nn.Module, prompts: Sequence[list[int]], device: torch.device
     ) -> list[list[int]]:
-        """The ids that follow each prompt, up to and with what ends them."""
+        """Return the ids that follow each prompt, including the id that ends them."""
         stops = self.settings.stop
 
         def is_end(ids: Sequence[int]) -> bool:
             if ids[-1] in self._ends:
                 return True
-            # Each row would be decoded again at each of its tokens: only a stop needs that.
+            # Decode only if there are stop texts, because each row would be decoded again at each token.
             if not stops:
                 return False
             text = self.tokenizer.decode(ids)
             return any(stop in text for stop in stops)
 
-        # Rows grow by a token a call: a graph for each length would be compiled to be used once.
+        # Rows grow by one token per call: a graph for each length would be compiled and used only once.
         is_compiled = self.runtime is not None and should_compile(self.runtime, device)
         with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
             return decode(
@@ -185,7 +188,7 @@ class Completions:
             )
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of a completion, up to the first id or text that ends it."""
+        """Return the text of a completion up to the first id or stop text that ends it."""
         end = next((at for at, one in enumerate(ids) if one in self._ends), len(ids))
         text = self.tokenizer.decode(ids[:end])
         places = [at for stop in self.settings.stop if (at := text.find(stop)) >= 0]
@@ -193,7 +196,10 @@ class Completions:
 
 
 def parse_number(text: str) -> float | None:
-    """The number that a text is; None for a text that is none, or more than one."""
+    """Return the number that ``text`` consists of, or None if it is not exactly one number.
+
+    For example, `` -1.5 `` returns -1.5, and ``3 apples`` returns None.
+    """
     found = _NUMBER.fullmatch(text.strip())
     if found is None:
         return None
@@ -202,7 +208,7 @@ def parse_number(text: str) -> float | None:
 
 
 def summarize(means: Mapping[str, float]) -> dict[str, float]:
-    """METRICS of the means of PARTS; a share of nothing is not a number."""
+    """Return METRICS from the means of PARTS; a share of 0 items is NaN."""
     return {
         "exact_match": _share(means["exact"], means["rows"]),
         "parse_rate": _share(means["parsed"], means["numbers"]),

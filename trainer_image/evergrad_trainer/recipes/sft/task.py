@@ -1,5 +1,5 @@
-"""The task of fine-tuning: rows packed into samples, the losses of their completions, and what is generated
-from their prompts."""
+"""The task of fine-tuning: rows packed into samples, the losses of their completions, and completions
+generated from their prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,15 +21,15 @@ from evergrad_trainer.text_ends import find_export_ends
 
 
 class Sft(Pretrain):
-    """Model, loss and stages are pretraining's; its samples are rows."""
+    """Uses the model, loss and stages of pretraining; the samples are rows."""
 
     def __init__(self, setup: Setup) -> None:
-        """Raises ConfigurationError for a file by which the task's sources are texts."""
+        """Raises ConfigurationError if the task's sources were prepared as texts."""
         super().__init__(setup)
         training = setup.training
         has_sources = training.data.sources or training.evaluation.sources
-        # A file says by this section that a task of the user's own reads rows. Tokens of texts have no marks:
-        # read as rows, every id would be halved, and the loss would look plausible.
+        # A user's task declares with this section that it reads rows. Tokens of texts have no marks: read as
+        # rows, every id would be halved, and the loss would look plausible.
         if has_sources and training.row_settings is None:
             what, why = (
                 "missing",
@@ -41,26 +41,27 @@ class Sft(Pretrain):
 
     @property
     def settings(self) -> RowSettings:
-        """How rows are read and what of them is learned."""
+        """How rows are read, and which of their tokens are learned."""
         return self.setup.training.row_settings or RowSettings()
 
     def stages(self, prepared: Prepared) -> Sequence[Stage]:
-        """All sources by their weights, from the first step to the last. Raises DataError."""
+        """Return one stage with all sources by their weights, from the first step to the last. Raises
+        DataError."""
         (stage,) = super().stages(prepared)
         facts = {**stage.facts, "learn": self.settings.learn}
         return [replace(stage, facts=facts)]
 
     def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
-        """The mean loss over each set, and what is generated from its prompts where the file asks for it.
+        """Return the mean loss over each set and, if the file requests it, measures of generated completions.
 
-        Raises ModelError if the base's settings of generation cannot be read.
+        Raises ModelError if the base model's generation settings cannot be read.
         """
         found = dict(super().evaluators(prepared))
         training = self.setup.training
         settings = training.evaluation.generation
         if settings is None:
             return found
-        # A completion ends here where it ends for users of an export.
+        # End completions as in an export, so that users of the export get the same completions.
         named = find_export_ends(training, self.setup.base_directory, self.tokenizer)
         ends = tuple(one for one in named if one != self.tokenizer.end_of_document)
         for name, evaluator in list(found.items()):

@@ -1,4 +1,5 @@
-"""Two stages with a mixture each; the second is held near the model of the boundary by a penalty."""
+"""Two stages with one mixture each; in the second, a penalty keeps the model near its state at the
+boundary."""
 
 from evergrad_trainer.recipes.two_stage_kl.task import TwoStageKl
 

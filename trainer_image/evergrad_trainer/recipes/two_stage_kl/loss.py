@@ -1,4 +1,5 @@
-"""The sums of one micro-batch: token losses alone, or beside those of a reference."""
+"""The sums of one micro-batch: token losses, alone or together with the losses and divergence of a
+reference."""
 
 from typing import Any
 
@@ -15,7 +16,7 @@ from evergrad_trainer.task import Tensors
 
 
 def sum_losses(model: nn.Module, batch: Tensors, *, chunk_tokens: int) -> torch.Tensor:
-    """The sum of token losses in nats."""
+    """Return the sum of token losses in nats."""
     loss_sum = causal_lm_loss(model, chunk_tokens=chunk_tokens)
     return loss_sum(batch[INPUT_IDS], batch[LABELS])
 
@@ -28,9 +29,10 @@ def sum_divergences(
     penalty: Penalty,
     chunk_tokens: int,
 ) -> KlSums:
-    """The sums of losses and penalties; logits exist for a chunk of tokens at a time, of both models."""
+    """Return the sums of losses and penalties. Logits of both models exist for one chunk of tokens at a
+    time."""
     head, other_head = find_head(model), find_head(reference)
-    # First the one without gradients: what it computes on the way is gone before the other begins.
+    # Run the reference first: it needs no gradients, so its activations are freed before the model runs.
     with torch.no_grad(), without(other_head):
         other: Any = reference(input_ids=batch[INPUT_IDS], use_cache=False)
     with without(head):
@@ -46,7 +48,7 @@ def sum_divergences(
     config: Any = getattr(model, "config", None)
     coefficient = 0.0 if config is None else router_coefficient(config)
     if coefficient and model.training:
-        # A mean over the tokens, made a sum like the others.
+        # Multiply the mean over the tokens by their number, because the other values are sums.
         num_tokens = (batch[LABELS] != IGNORE_INDEX).sum()
         router = coefficient * outputs.aux_loss.float() * num_tokens
         sums = sums._replace(total=sums.total + router)

@@ -1,5 +1,5 @@
-"""The task of two stages: their mixtures, the reference of the boundary, the loss of each, and what is
-measured."""
+"""The task of two stages: their mixtures, the reference at the boundary, the loss of each stage, and its
+metrics."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ class StageOptions:
 
 
 class TwoStageKl(Pretrain):
-    """Next-token loss; in the second stage with a penalty beside the model as it was at the boundary."""
+    """Next-token loss; in the second stage with a penalty relative to the model at the boundary."""
 
     metrics: ClassVar[Mapping[str, str]] = {
         "policy_loss": "Mean token loss of the model, without the penalty, in nats.",
@@ -46,15 +46,16 @@ class TwoStageKl(Pretrain):
     }
 
     def stages(self, prepared: Prepared) -> Sequence[Stage]:
-        """The two mixtures; the first ends with the step that reaches its tokens.
+        """Return the two mixtures. The first ends with the step that reaches its number of tokens.
 
-        Raises DataError for data of another tokenizer, ConfigurationError for a share that is too small.
+        Raises DataError if the data were prepared with another tokenizer, and ConfigurationError if a share
+        is too small.
         """
         (whole,) = super().stages(prepared)
         declared = self._section.stages
         (end,) = stage_ends(self.setup.training)
-        # Shares that would be none are refused here, by their places in the file: the stream knows only
-        # weights. In the order of the stream, which decides about ties.
+        # Refuse shares that would be rounded to 0 here, with their fields in the file, because the stream
+        # knows only weights. Use the order of the stream, which decides ties.
         for number, stage in enumerate(declared):
             path = ("spec", "training", "twoStageKl", "stages", number, "mixture")
             names = [name for name in whole.sources if name in stage.mixture]
@@ -62,8 +63,8 @@ class TwoStageKl(Pretrain):
                 fields = [format_path((*path, name)) for name in names]
                 quantise_weights([stage.mixture[name] for name in names], fields=fields)
 
-        # In the order of data.sources, which decides about the samples: that of a mixture's keys is no part
-        # of the run's identity, and changes where the file is written with sorted keys.
+        # Use the order of data.sources, which determines the samples. The order of a mixture's keys is not a
+        # part of the run's identity, and changes if the file is written with sorted keys.
         first, second = (
             {
                 name: (source, one.mixture[name])
@@ -81,17 +82,19 @@ class TwoStageKl(Pretrain):
                 sources=first,
                 until=end,
                 options=StageOptions(None),
-                # There is nothing to compare with yet: numbers would be of no meaning.
+                # There is no reference yet, so these metrics have no meaning.
                 without=tuple(self.metrics),
             ),
             replace(whole, sources=second, options=StageOptions(penalty)),
         ]
 
     def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
-        """The loss of the model alone, so that both stages compare: on the held-out documents of each stage's
-        sources, then on each evaluation source of the file."""
+        """Return the loss of the model without the penalty, so that both stages can be compared.
+
+        The sets are the held-out documents of each stage's sources, then each evaluation source of the file.
+        """
         found: dict[str, Evaluator] = {}
-        # A set a stage: what the second stage forgets shows on the documents of the first.
+        # One set per stage: the documents of the first stage show what the second stage forgets.
         for name, stage in zip(STAGE_SETS, self._section.stages, strict=True):
             held_out = [
                 self._open(one, one.held_out)
@@ -106,8 +109,8 @@ class TwoStageKl(Pretrain):
         return found
 
     def build(self, build_model: Callable[[], nn.Module]) -> Modules:
-        """The file's model, and another of its kind that becomes the reference at the boundary."""
-        # Built alike, so that the snapshot at the boundary fits by name, shape and type.
+        """Build the file's model, and a second model that becomes the reference at the boundary."""
+        # Build both in the same way, so that the snapshot at the boundary fits by name, shape and type.
         (end,) = stage_ends(self.setup.training)
         return Modules(
             trained={MODEL: build_model()},
@@ -116,12 +119,13 @@ class TwoStageKl(Pretrain):
         )
 
     def loss(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
-        """The sum of token losses in nats and, in the second stage, of penalties."""
+        """Return the sum of token losses in nats and, in the second stage, of penalties."""
         penalty = stage.options.penalty
         if penalty is None:
             return Loss(self._plain(modules, batch))
         sums = self._compare(modules, batch, penalty)
-        # Times the tokens, as the other parts are sums over them: the mean in the report is beta itself.
+        # Multiply by the number of tokens, because the other parts are sums; the mean in the report is then
+        # beta.
         num_tokens = (batch[LABELS] != IGNORE_INDEX).sum()
         return Loss(
             sums.total,
@@ -135,10 +139,10 @@ class TwoStageKl(Pretrain):
         )
 
     def _evaluator(self, sources: Sequence[Any]) -> Evaluator:
-        """Build a measurement of the model's loss and, with a reference, of the distance from it."""
+        """Build a measurement of the model's loss and, with a reference, of the divergence from it."""
 
         def measure(modules: Modules, batch: Tensors, stage: Stage) -> Loss:
-            # Without the penalty: losses of both stages can be compared.
+            # Measure without the penalty, so that losses of both stages can be compared.
             penalty = stage.options.penalty
             if penalty is None:
                 return Loss(self._plain(modules, batch))
