@@ -96,7 +96,7 @@ _SMALL: Final[dict[str, Any]] = {
     "pad_token_id": 1,
     "is_decoder": True,
 }
-"""Values of the small configuration, for the keys that an architecture has."""
+"""Values of the small configuration; each is used if an architecture has the key."""
 
 _FULL: Final = ["full_attention"] * _LAYERS
 _ROPE: Final = {"rope_type": "default", "rope_theta": 10000.0}
@@ -128,12 +128,12 @@ _OWN: Final[dict[str, dict[str, Any]]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""Values for architectures that the small ones do not fit."""
+"""Values for architectures that the small configuration does not fit."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of one architecture. ``why``: the reason of a refusal, or a condition."""
+    """Result of one architecture. ``why``: reason of a refusal, or a condition."""
 
     name: str
     state: str
@@ -141,14 +141,14 @@ class Verdict:
 
 
 def architectures() -> list[str]:
-    """All causal architectures of the installed transformers, sorted."""
+    """Return all causal architectures of the installed transformers, sorted."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def small_config(name: str) -> dict[str, Any]:
-    """A configuration of a few thousand parameters, with the architecture's own defaults for the rest."""
+    """Return a configuration with a few thousand parameters; other values are the architecture's defaults."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     default = CONFIG_MAPPING[name]().to_dict()
@@ -165,9 +165,9 @@ def _shrink(default: Mapping[str, Any]) -> dict[str, Any]:
     if default.get("pad_token_id") is None:
         values.pop("pad_token_id", None)
     if "qk_rope_head_dim" in default and "head_dim" in default:
-        # Some architectures give the rotary part this name as well.
+        # Some architectures also use this name for the rotary part.
         values["head_dim"] = _SMALL["qk_rope_head_dim"]
-    # A list with an item for each layer is cut, the last items kept: they are of the later, special layers.
+    # Shorten lists with one item per layer. Keep the last items, because special layers come last.
     layers = next(
         (default[key] for key in _SMALL if key in default and "layer" in key), None
     )
@@ -192,7 +192,7 @@ def try_architecture(name: str) -> Verdict:
         problem = error.problems[0]
         return Verdict(name, REFUSED, _first_line(f"{problem.what}; {problem.why}"))
     except Exception as error:  # noqa: BLE001
-        # A model of transformers raises whatever its own code raises.
+        # The code of a transformers model may raise any error.
         return Verdict(name, REFUSED, _first_line(f"{type(error).__name__}: {error}"))
 
 
@@ -203,7 +203,7 @@ def _try(name: str, folder: Path) -> Verdict:
     model_facts(plan)
     model = build_model(plan, seed=1, precision="fp32")
 
-    # A checkpoint is loaded over a model that is built without weights: the same tensors are in it.
+    # A checkpoint is loaded into a model that is built without weights, so both must have the same tensors.
     empty = dict(build_empty_model(plan, precision="fp32").named_parameters())
     if empty.keys() != dict(model.named_parameters()).keys():
         return Verdict(name, REFUSED, "a model without weights has other tensors")
@@ -226,7 +226,7 @@ def _try(name: str, folder: Path) -> Verdict:
 
 
 def _is_causal(model: Any, ids: torch.Tensor) -> bool:
-    """Whether the logits of earlier tokens stay the same if the last token changes."""
+    """Return whether the logits of earlier tokens stay the same if the last token changes."""
     other = ids.clone()
     other[:, -1] = (other[:, -1] + 1) % 256
     model.eval()
@@ -243,7 +243,7 @@ def _first_line(text: str) -> str:
 
 
 def render(verdicts: Sequence[Verdict]) -> str:
-    """The page."""
+    """Return the page."""
     return "\n".join(_lines(verdicts)) + "\n"
 
 

@@ -24,7 +24,7 @@ _BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Value:
-    """One value or section of values.yaml: its path, what its comments say, and its part of the schema."""
+    """One value or section of values.yaml: its path, its comments, and its part of the schema."""
 
     path: tuple[str, ...]
     description: str
@@ -33,7 +33,7 @@ class Value:
 
     @property
     def is_section(self) -> bool:
-        """Whether the values below it are listed, each with a description of its own."""
+        """Whether the values below it are listed separately, each with its own description."""
         listed = self.schema.get("properties", {}).keys()
         return (
             isinstance(self.default, dict)
@@ -43,7 +43,7 @@ class Value:
 
 
 def read_values(text: str, schema: dict[str, Any]) -> Iterator[Value]:
-    """All values and sections in the file's order. Raises KeyError for one that the schema does not list."""
+    """Yield all values and sections in the file's order. Raises KeyError if the schema does not list one."""
 
     def read(
         node: yaml.MappingNode, part: dict[str, Any], above: tuple[str, ...]
@@ -65,7 +65,7 @@ def read_values(text: str, schema: dict[str, Any]) -> Iterator[Value]:
 
 
 def _comment_of(lines: list[str], key: yaml.Node, value: yaml.Node) -> str:
-    """The comment lines that end directly above a key, then the comment on the key's line."""
+    """Return the comment lines that end directly above a key, followed by the comment on the key's line."""
     first = key.start_mark.line
     while first and lines[first - 1].lstrip().startswith("#"):
         first -= 1
@@ -78,7 +78,7 @@ def _comment_of(lines: list[str], key: yaml.Node, value: yaml.Node) -> str:
 
 
 def find_problems(values: list[Value]) -> list[str]:
-    """Values that nobody described, one sentence each."""
+    """Return one sentence for each value without a description."""
     return [
         f"values.yaml: {'.'.join(one.path)}: has no description. Add a comment on its line or directly above."
         for one in values
@@ -87,7 +87,7 @@ def find_problems(values: list[Value]) -> list[str]:
 
 
 def render_schema(schema: dict[str, Any], values: list[Value]) -> str:
-    """The schema's text with each description first in its part."""
+    """Return the schema's text, with each description first in its part."""
     for one in values:
         rest = {key: value for key, value in one.schema.items() if key != "description"}
         one.schema.clear()
@@ -97,7 +97,7 @@ def render_schema(schema: dict[str, Any], values: list[Value]) -> str:
 
 
 def render_table(values: list[Value]) -> str:
-    """The table of the README: a line for each value, and one above each section."""
+    """Return the table of the README: one line per value, and one line above each section."""
     rows = ["| value | default | description |", "|---|---|---|"]
     for one in values:
         name = ".".join(one.path)
@@ -113,13 +113,13 @@ def render_table(values: list[Value]) -> str:
 
 
 def _as_text(value: Any) -> str:
-    """A default in YAML's flow style; texts as they are where YAML lets them."""
+    """Return a default in YAML's flow style; texts are unquoted if YAML allows it."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...").replace("''", '""')
 
 
 def main() -> int:
-    """Write or compare; 1 with the problems on stderr where something is wrong."""
+    """Write or compare. Return 1, with the problems on stderr, if there are any."""
     schema_file, readme = CHART / "values.schema.json", CHART / "README.md"
     schema = json.loads(schema_file.read_text("utf-8"))
     values = list(read_values((CHART / "values.yaml").read_text("utf-8"), schema))

@@ -1,8 +1,9 @@
 """Takes the pictures of the live pages in docs/images: a run in light, dark and on a telephone, and all runs.
 
-The pages are the real ones in a headless Chromium, with runs whose time is the program's (``page_site``, the
-helper of the pages' tests). The pictures are not compared byte by byte, since fonts differ between machines:
-make them anew after a change of a page, and look at them.
+
+The pages are the real pages in a headless Chromium, with runs whose clock this program controls
+(``page_site``, the helper of the pages' tests). The pictures are not compared byte by byte, because fonts
+differ between machines. After a change of a page, take them again and look at them:
 
     PYTHONPATH=tests:tests/integration/helpers:tests/unit/coordinator python tools/docs/page_pictures.py
 """
@@ -19,26 +20,26 @@ from PIL import Image
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/images"
 RUN_SECONDS = 1320
-"""Age of the run when its picture is taken."""
+"""Age of the run in seconds when its picture is taken."""
 LOST_AT = 420
 """Second in which its nodes 1 and 2 are lost."""
 JOINED_AT = {1: 450, 2: 500}
-"""Second in which each of them is back."""
+"""Second in which each of these nodes is back."""
 PATIENCE_SECONDS = 100.0
 VIEWS = (
     ("live-page", 1180, "light", 4000),
     ("live-page-dark", 1180, "dark", 1000),
     ("live-page-phone", 390, "light", 1500),
 )
-"""Name, width, scheme and greatest height of each picture of a run."""
+"""Name, width, colour scheme and maximum height of each picture of a run."""
 NUM_COLORS = 256
 
 
 def pass_time(site: Site) -> None:
-    """Let a run lose two of three nodes, wait for one, and train with three again."""
+    """Simulate a run that loses two of three nodes, waits for one, and trains with three again."""
     cluster = site.cluster
     num_told = 0
-    # Its nodes train at the page's pace of a step a second, and not at the simulation's own.
+    # Nodes train at the page's rate of one step per second instead of the simulation's own rate.
     with mock.patch.object(cluster, "train"):
         for second in range(RUN_SECONDS):
             if second == LOST_AT:
@@ -61,7 +62,7 @@ def pass_time(site: Site) -> None:
 
 
 def wait(browser: Browser, condition: str) -> None:
-    """Wait until a condition of the page holds; exit with an error where it does not."""
+    """Wait until a condition of the page is true; exit with an error after a timeout."""
     until = time.monotonic() + PATIENCE_SECONDS
     while not browser.run(f"return {condition}"):
         if time.monotonic() > until:
@@ -70,14 +71,14 @@ def wait(browser: Browser, condition: str) -> None:
 
 
 def take(browser: Browser, name: str, *, width: int, scheme: str, most: int) -> None:
-    """Take a picture of the page from its top on, ``most`` pixels high at most."""
-    # Curves are drawn anew a frame after the width and the scheme have changed. In a low window the page is
-    # no higher than what it shows.
+    """Take a picture of the top of the page, at most ``most`` pixels high."""
+    # Curves are drawn again one frame after the width or the scheme changes. In a low window, the page is
+    # only as high as its content.
     browser.view(width=width, scheme=scheme, height=100)
     time.sleep(1)
     picture = browser.view(width=width, scheme=scheme, height=100)
     picture = picture.crop((0, 0, picture.width, min(most, picture.height)))
-    # A page has few colours: a palette takes a third of the bytes.
+    # A page has few colours, so a palette reduces the file to a third.
     colors = picture.quantize(NUM_COLORS, dither=Image.Dither.NONE)
     path = FOLDER / f"{name}.png"
     colors.save(path, optimize=True)
@@ -85,7 +86,7 @@ def take(browser: Browser, name: str, *, width: int, scheme: str, most: int) -> 
 
 
 def main() -> int:
-    """Take all pictures. Needs chromium and chromedriver, as the tests do."""
+    """Take all pictures. Needs chromium and chromedriver, like the tests."""
     with tempfile.TemporaryDirectory() as folder, open_browser(Path(folder)) as browser:
         site = Site()
         with site.serving():

@@ -1,7 +1,7 @@
-"""Draws the README's pictures from what is recorded: recovery beside torchrun, and a kill on a cluster.
+"""Draws the README's pictures from recorded data: recovery compared with torchrun, and a kill on a cluster.
 
-An SVG holds neither a date nor a random name, so that equal records give equal files. `make generate` writes
-them; with `--check` the exit code is 1 where a file is not what would be drawn.
+An SVG contains no date and no random name, so that equal records give equal files. `make generate` writes
+them. With `--check`, the exit code is 1 if a file differs from what would be drawn.
 """
 
 import json
@@ -21,7 +21,7 @@ PARTS = (
     ("stock_tuned", "torchrun, shortest timers", "#8d6e63"),
     ("stock_default", "torchrun, default timers", "#b0896f"),
 )
-"""Parts of the benchmark, what each is called, and its colour."""
+"""Parts of the benchmark, with the label and colour of each."""
 STYLE = """\
 text { font: 13px system-ui, sans-serif; fill: #1f2328; white-space: pre }
 .strong { font-weight: 600 } .quiet { fill: #57606a }
@@ -33,7 +33,7 @@ _LEFT, _WIDTH, _ROW, _SECONDS = 220, 460, 38, 70
 
 
 def draw_recovery(samples: dict[str, dict[str, dict[str, list[dict[str, float]]]]]) -> str:
-    """A row a part: a dot for each kill, a bar to the median, in seconds."""
+    """Return one row per part: a dot for each kill, and a bar that ends at the median, in seconds."""
     scale = _WIDTH / _SECONDS
     bottom = 56 + _ROW * len(PARTS)
     title = "Seconds from SIGKILL of 1 of 3 nodes to the next finished step"
@@ -66,7 +66,7 @@ def draw_recovery(samples: dict[str, dict[str, dict[str, list[dict[str, float]]]
 
 
 def draw_terminal(page: str) -> str:
-    """The commands of the walk-through's section on a kill, and what they printed."""
+    """Return the commands of the walk-through's section on a kill, and their output."""
     section = page.split(SECTION, 1)[1].split("    $ kubectl wait", 1)[0]
     shown = [line[4:] for line in section.splitlines() if line.startswith("    ")]
     width = 32 + round(7.25 * max(len(line) for line in shown))
@@ -96,7 +96,7 @@ def _svg(width: int, height: int, lines: list[str], *, background: str = "#fffff
 
 
 def draw_all() -> dict[Path, str]:
-    """Each picture's file, and what belongs into it."""
+    """Return the content of each picture, by file."""
     return {
         FOLDER / "recovery.svg": draw_recovery(json.loads(SAMPLES.read_text("utf-8"))),
         FOLDER / "kill.svg": draw_terminal(WALK.read_text("utf-8")),
@@ -104,7 +104,7 @@ def draw_all() -> dict[Path, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the pictures; with ``--check`` only say which are out of date."""
+    """Write the pictures; with ``--check``, only print which are out of date."""
     pictures = draw_all()
     behind = [
         file

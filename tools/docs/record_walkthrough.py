@@ -1,11 +1,11 @@
-"""Writes walkthrough.md: runs the README's commands for a cluster, and some more, and records what they
-print.
+"""Writes walkthrough.md: runs the README's commands for a cluster, and some more, and records their output.
 
-Run it from the repository's root, as root, where no cluster of `make cluster` is up:
+
+Run it as root from the root of the repository while no cluster of `make cluster` is up:
 
     .venv/bin/python tools/docs/record_walkthrough.py
 
-With EVERGRAD_BED=N it is done on another cluster beside the first, whose folder is .clusterN.
+With EVERGRAD_BED=N it uses another cluster next to the first, whose folder is .clusterN.
 """
 
 import os
@@ -45,7 +45,7 @@ AFTER = (
 
 
 def readme_commands() -> list[str]:
-    """The commands of the README's section on clusters."""
+    """Return the commands of the README's section on clusters."""
     section = (ROOT / "README.md").read_text("utf-8").split("## On a cluster", 1)[1]
     block = re.search(r"```sh\n(.*?)```", section, re.DOTALL)
     assert block is not None  # noqa: S101 - the README is ours
@@ -53,7 +53,7 @@ def readme_commands() -> list[str]:
 
 
 def main() -> int:
-    """Run and record; 1 at the first command that fails."""
+    """Run the commands and record them. Return 1 at the first command that fails."""
     commands: list[tuple[str, str]] = []
     for command in readme_commands():
         if command.startswith("kubectl wait"):

@@ -1,9 +1,9 @@
-"""Hooks of MkDocs for `make docs`: every page keeps its path in the repository, and a built page asks no
-other host for anything.
+"""Hooks of MkDocs for `make docs`: every page keeps its path in the repository, and a built page loads
+nothing from other hosts.
 
-MkDocs publishes one folder, docs/. README, CHANGELOG, the examples and the results of benchmarks lie outside
-it, and pages link to them and to sources. Under their paths in the repository all of these links resolve, and
-MkDocs can check them.
+MkDocs publishes one folder, docs/. README, CHANGELOG, the examples and the results of benchmarks are outside
+this folder, and pages link to them and to sources. With their paths in the repository, all of these links
+resolve, and MkDocs can check them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _FOREIGN = re.compile(
     r"|<link\b(?![^>]*rel=[\"']?canonical)[^>]*\bhref=[\"']?(?:https?:)?//[^\"'\s>]+"
 )
 _log = logging.getLogger("mkdocs.hooks.site")
-"""Below `mkdocs`, where a warning ends a strict build."""
+"""A child of the logger `mkdocs`, for which a warning fails a strict build."""
 
 
 def find_linked_files(page: Path) -> set[str]:
-    """Paths in the repository of the files that a page links to, other pages left out."""
+    """Return the paths of files in the repository, except pages, that a page links to."""
     targets = (unquote(target) for target in _LINK.findall(page.read_text("utf-8")))
     folder = page.parent.relative_to(ROOT).as_posix()
     paths = {
@@ -57,18 +57,18 @@ def find_linked_files(page: Path) -> set[str]:
 
 
 def find_foreign(html: str) -> list[str]:
-    """Elements of a built page that make a reader's browser ask another host."""
+    """Return the elements of a built page that make a browser load something from another host."""
     return _FOREIGN.findall(html)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Entries of the navigation such as ``docs/runbooks/*`` become the pages of that folder."""
+    """Replace entries of the navigation such as ``docs/runbooks/*`` by the pages of this folder."""
     config.nav = expand_folders(config.nav)
     return config
 
 
 def expand_folders(nav: Any) -> Any:
-    """A navigation with each pattern that stands for a section replaced by its pages, sorted by name."""
+    """Return a navigation in which each pattern is replaced by its pages, sorted by name."""
     if isinstance(nav, dict):
         return {title: expand_folders(inner) for title, inner in nav.items()}
     if isinstance(nav, list):
@@ -83,7 +83,7 @@ def expand_folders(nav: Any) -> Any:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """The pages under their paths in the repository, and the files that they link to."""
+    """Return the pages under their paths in the repository, and the files that they link to."""
     from mkdocs.structure.files import File, Files, InclusionLevel
 
     docs = Path(config.docs_dir)
@@ -107,7 +107,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def unlink_folders(text: str, folder: Path) -> str:
-    """A page's text, in which links to folders of the repository are their names: a site shows no folders."""
+    """Return a page's text in which links to folders are replaced by their names, because a site has no
+    folders."""
     return _NAMED_LINK.sub(
         lambda found: found[1] if (folder / unquote(found[2])).is_dir() else found[0], text
     )
@@ -116,12 +117,12 @@ def unlink_folders(text: str, folder: Path) -> str:
 def on_page_markdown(
     markdown: str, *, page: Page, config: MkDocsConfig, files: Files
 ) -> str:
-    """The page without links to folders."""
+    """Return the page without links to folders."""
     return unlink_folders(markdown, (ROOT / page.file.src_uri).parent)
 
 
 def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
-    """Warn of each element that would load something from another host."""
+    """Log a warning for each element that would load something from another host."""
     for element in find_foreign(output):
         _log.warning(
             "%s: %s: loads from another host; pages are to be readable without a network. "

@@ -16,15 +16,15 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 SOURCE: Final = "common/pyproject.toml"
 NUMBER: Final = r"[0-9]+\.[0-9]+\.[0-9]+"
-"""The form that Python packages (PEP 440), charts (SemVer) and tags of images read alike."""
+"""The format that Python packages (PEP 440), charts (SemVer) and image tags all accept."""
 IMAGE: Final = rf"evergrad-(?:operator|trainer):({NUMBER})\b"
 RECORDED: Final = "docs/start/walkthrough.md"
-"""Output of a real session, which names the version that ran."""
+"""Output of a recorded session, which names the version that ran."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Files that name the version, and the pattern whose only group is the version."""
+    """Files that contain the version, and the pattern whose only group is the version."""
 
     files: str  # a glob, relative to the root; it may match files without the version
     pattern: str
@@ -47,7 +47,7 @@ PLACES: Final = (
 
 @dataclass(frozen=True)
 class Mention:
-    """One place that names a version."""
+    """One place that contains a version."""
 
     file: str
     line: int
@@ -55,7 +55,7 @@ class Mention:
 
 
 def read_version(root: Path = ROOT) -> str:
-    """The version that decides. Raises ValueError if its file names none."""
+    """Return the authoritative version. Raises ValueError if its file contains none."""
     found = re.search(PLACES[0].pattern, (root / SOURCE).read_text("utf-8"), re.MULTILINE)
     if found is None:
         raise ValueError(f'{SOURCE}: has no line such as version = "0.3.0". Add one.')
@@ -63,13 +63,13 @@ def read_version(root: Path = ROOT) -> str:
 
 
 def list_files(place: Place, root: Path = ROOT) -> list[str]:
-    """The files of a place, relative to the root, without the recorded page."""
+    """Return the files of a place, relative to the root, without the recorded page."""
     found = (file.relative_to(root).as_posix() for file in root.glob(place.files))
     return sorted(name for name in found if name != RECORDED)
 
 
 def find_mentions(root: Path = ROOT) -> Iterator[Mention]:
-    """Every version that a place names."""
+    """Yield every version that a place contains."""
     for place in PLACES:
         for name in list_files(place, root):
             text = (root / name).read_text("utf-8")
@@ -79,7 +79,7 @@ def find_mentions(root: Path = ROOT) -> Iterator[Mention]:
 
 
 def replace_version(text: str, pattern: str, version: str) -> str:
-    """The text with another version in the group of each match."""
+    """Return the text with another version in the group of each match."""
 
     def replace(found: re.Match[str]) -> str:
         start, end = (one - found.start() for one in found.span(1))
@@ -89,7 +89,7 @@ def replace_version(text: str, pattern: str, version: str) -> str:
 
 
 def write_version(version: str, root: Path = ROOT) -> list[str]:
-    """Write the version into every place; the files that have changed."""
+    """Write the version into every place, and return the files that have changed."""
     changed = set()
     for place in PLACES:
         for name in list_files(place, root):
@@ -102,7 +102,7 @@ def write_version(version: str, root: Path = ROOT) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print or write the version; 1 if the places disagree or the new version has another form."""
+    """Print or write the version. Return 1 if the places differ or the new version has another format."""
     parser = argparse.ArgumentParser("make version", description=__doc__.partition("\n")[0])
     parser.add_argument("version", nargs="?", help="the new version, for example 0.3.0")
     new = parser.parse_args(arguments).version

@@ -1,7 +1,7 @@
-"""Contents of an image, as CycloneDX: from the locks, our packages' files, and the licences of what is
-installed.
+"""Describes the contents of an image as CycloneDX, from the locks, our packages' files, and the licences of
+installed packages.
 
-The Debian packages of the base image are not listed: another base may be chosen for each build.
+The Debian packages of the base image are not listed, because each build can use another base.
 """
 
 import re
@@ -23,17 +23,17 @@ from locks import Pin, hashes, parse_lock
 from packageurl import PackageURL
 
 _NAMESPACE = uuid.UUID("6f4b6d0e-0d0f-5d9a-9d3c-2a1f5d0c7e11")
-"""Serial numbers are derived from it and the content, so that equal content has an equal number."""
+"""Serial numbers are derived from this UUID and the content, so that equal content has an equal number."""
 
 
 def describe_image(
     root: Path, *, image: str, packages: Sequence[str], locks: Sequence[str], seconds: int
 ) -> str:
-    """The bill of materials of one image, as JSON.
+    """Return the bill of materials of one image, as JSON.
 
-    ``packages`` are folders of ours below ``root``, ``locks`` are file names in tools/requirements/, and
-    ``seconds`` is the time that the document bears. A component's hashes are those of all
-    files of its release that the lock allows: which of them is in an image depends on its platform.
+    ``packages``: folders of our packages below ``root``. ``locks``: file names in tools/requirements/.
+    ``seconds``: the document's time, in seconds since 1970. A component has the hashes of all files of its
+    release that the lock allows, because the image's platform decides which of them it contains.
     """
     own = [
         tomllib.loads((root / folder / "pyproject.toml").read_text("utf-8"))["project"]
@@ -54,7 +54,8 @@ def describe_image(
     bom.metadata.component = whole
     bom.metadata.timestamp = datetime.fromtimestamp(seconds, UTC)
 
-    # Who needs what: the image our packages, those what their pyproject.toml names, the rest as locks say.
+    # Dependencies: the image on our packages, these on what their pyproject.toml names, the rest from the
+    # locks.
     bom.register_dependency(whole, ours.values())
     by_name: dict[str, list[Component]] = {name: [one] for name, one in ours.items()}
     for pin, component in theirs:
@@ -82,13 +83,13 @@ def _render(bom: Bom, number: uuid.UUID) -> str:
 def find_required(
     wanted: Iterable[str], by_name: Mapping[str, Sequence[Component]]
 ) -> list[Component]:
-    """The components that requirements such as ``aiohttp>=3.12`` name."""
+    """Return the components that requirements such as ``aiohttp>=3.12`` name."""
     names = [re.split(r"[^A-Za-z0-9._-]", one)[0] for one in wanted]
     return [one for name in names for one in by_name.get(name, ())]
 
 
 def build_own_component(project: Mapping[str, str]) -> Component:
-    """One of our packages, from its pyproject.toml."""
+    """Return one of our packages, from its pyproject.toml."""
     return Component(
         name=project["name"],
         version=project["version"],
@@ -101,7 +102,7 @@ def build_own_component(project: Mapping[str, str]) -> Component:
 
 
 def build_component(pin: Pin) -> Component:
-    """One release of a lock."""
+    """Return one release of a lock."""
     return Component(
         name=pin.name,
         version=pin.version,
@@ -116,18 +117,18 @@ def build_component(pin: Pin) -> Component:
 
 
 def find_licenses(name: str, version: str) -> list[License]:
-    """Licenses that the package itself names, where that very release is installed; nothing elsewhere."""
+    """Return the licences that the package names if exactly this release is installed, or else nothing."""
     try:
         found = metadata.distribution(name)
     except metadata.PackageNotFoundError:
         return []
-    # A build of its own, such as 2.13.0+cpu, has the licence of its release.
+    # A local build, such as 2.13.0+cpu, has the licence of its release.
     if found.version.partition("+")[0] != version.partition("+")[0]:
         return []
     make, fields = LicenseFactory().make_from_string, found.metadata.get_all
     if expressions := fields("License-Expression"):
         return [make(expressions[0])]
-    # Older packages: a line of text, which may be the whole licence, and classifiers.
+    # Older packages have a line of text, which may be the whole licence, and classifiers.
     text = "".join(fields("License") or ())
     if text and len(text) < 60 and "\n" not in text:
         return [make(text)]

@@ -1,12 +1,12 @@
-"""Install from the lock files, or write them anew. Standard library only: it runs before anything is
-installed.
+"""Install from the lock files, or write them again. Uses only the standard library, because it runs before
+anything is installed.
 
-trainer.txt   everything the trainer needs except torch
-torch.txt     the index's build of torch and, on Linux, the CUDA packages that build needs
-torch-cpu.txt a CPU build of torch, which the index does not carry for Linux: a folder of wheels has to be
-given operator.txt  everything the operator and the coordinator need; some of it the trainer needs, too, in
-the same version
-dev.txt       what tests, checks and benchmarks need beyond all those
+trainer.txt    everything the trainer needs except torch
+torch.txt      the index's build of torch and, on Linux, the CUDA packages that this build needs
+torch-cpu.txt  a CPU build of torch. The index has none for Linux, so it needs a folder of wheels.
+operator.txt   everything the operator and the coordinator need; the trainer needs some of it, too, in the
+               same version
+dev.txt        what tests, checks and benchmarks need in addition to all others
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("*/pyproject.toml")))
-# What most processes of the tests import: with their own imports, these bring what is worth compiling.
+# Modules that most test processes import. With their own imports, they are worth compiling.
 COMPILED = (
     "torch",
     "transformers.models.auto.modeling_auto",
@@ -50,13 +50,13 @@ COMPILED = (
 ROOTS = ("trainer.in", "operator.in", "dev.in")
 FILES = ("trainer.txt", "torch.txt", "operator.txt", "dev.txt")
 HEADER = "# Written by `make lock`. Do not edit; change {source} instead.\n# {duty}\n"
-# torch's CPU build has none of these requirements; what only they need leaves with them.
+# torch's CPU build has none of these requirements. Packages that only they need are left out, too.
 CUDA_NAMES = ("nvidia-", "cuda-", "triton")
 
 
 @dataclass(frozen=True)
 class Pin:
-    """One pinned release: its text in the lock, and who needs it (package names, or the .in file that names
+    """One pinned release: its text in the lock, and its parents (package names, or the .in file that names
     it)."""
 
     name: str
@@ -66,7 +66,8 @@ class Pin:
 
 
 def parse_lock(text: str) -> list[Pin]:
-    """Every pin of a lock file written by uv. A name stands twice where its version depends on a marker."""
+    """Return every pin of a lock file written by uv. A name occurs twice if its version depends on a
+    marker."""
     pins = []
     for block in re.split(r"\n(?=[A-Za-z0-9])", "\n" + text):
         match = re.match(r"\n?([A-Za-z0-9._-]+)==([^\s;\\]+)", block)
@@ -83,13 +84,13 @@ def parse_lock(text: str) -> list[Pin]:
 
 
 def hashes(text: str) -> set[str]:
-    """The sha256 sums a lock file, or a part of one, allows."""
+    """Return the SHA-256 sums that a lock file, or a part of one, allows."""
     return set(re.findall(r"--hash=sha256:([0-9a-f]{64})", text))
 
 
 def reachable(pins: Iterable[Pin], root: str, *, with_cuda: bool) -> set[str]:
-    """Names of the packages that ``root`` (a .in file) needs, with or without what torch's CUDA
-    build adds."""
+    """Return the names of the packages that ``root`` (a .in file) needs, with or without the packages that
+    torch's CUDA build adds."""
     children: dict[str, set[str]] = {}
     for pin in pins:
         for parent in pin.parents:
@@ -105,7 +106,7 @@ def reachable(pins: Iterable[Pin], root: str, *, with_cuda: bool) -> set[str]:
 
 
 def split_lock(pins: Sequence[Pin]) -> dict[str, str]:
-    """File name → text of the pins that belong there, for the four files that come from one resolution."""
+    """Return the text of the pins for each of the four files that come from one resolution, by file name."""
     trainer = reachable(pins, "trainer.in", with_cuda=False) - {"torch"}
     torch = reachable(pins, "trainer.in", with_cuda=True) - trainer
     operator = reachable(pins, "operator.in", with_cuda=False)
@@ -119,12 +120,12 @@ def split_lock(pins: Sequence[Pin]) -> dict[str, str]:
 
 
 def find_cpu_wheels(folder: Path | None, version: str) -> list[Path]:
-    """The CPU builds of this torch version in ``folder``."""
+    """Return the CPU builds of this torch version in ``folder``."""
     return sorted(folder.glob(f"torch-{version}+cpu-*.whl")) if folder else []
 
 
 def fits_this_python(wheel: Path) -> bool:
-    """Whether the tags in a torch wheel's name are this interpreter's and this machine's."""
+    """Return whether the tags in a torch wheel's name match this interpreter and this machine."""
     *_, python, _abi, platforms = wheel.stem.split("-")
     ours = f"cp{sys.version_info.major}{sys.version_info.minor}"
     return (
@@ -137,8 +138,8 @@ def fits_this_python(wheel: Path) -> bool:
 def choose_torch(
     wheels: Path | None, *, locked_version: str, installed_version: str | None
 ) -> list[str]:
-    """pip's arguments for torch: the CPU build where it is offered or already installed, else the index's
-    build."""
+    """Return pip's arguments for torch: the CPU build if it is offered or already installed, or else the
+    index's build."""
     if wheels and any(
         fits_this_python(wheel) for wheel in find_cpu_wheels(wheels, locked_version)
     ):
@@ -170,14 +171,14 @@ def installed_torch_version() -> str | None:
 
 
 def run(command: Sequence[str]) -> None:
-    """Run a command, shown first. Raises CalledProcessError."""
+    """Print and run a command. Raises CalledProcessError."""
     print("+", shlex.join(command), flush=True)
     subprocess.run(command, check=True)
 
 
 def install(wheels: Path | None) -> None:
-    """Install the locked packages into this Python's environment, then our packages, editable."""
-    # pip compiles nothing: few of the modules of torch, transformers and kubernetes are ever imported.
+    """Install the locked packages into this Python's environment, and then our packages as editable."""
+    # pip compiles nothing: only a few modules of torch, transformers and kubernetes are ever imported.
     pip = [
         sys.executable,
         "-m",
@@ -203,10 +204,10 @@ def install(wheels: Path | None) -> None:
 
 
 def compile_imports() -> None:
-    """Write the bytecode of this repository's packages and of what they import.
+    """Write the bytecode of this repository's packages and of the modules that they import.
 
-    If PYTHONDONTWRITEBYTECODE is set, no process writes any, and each one would compile all of torch that it
-    imports.
+    If PYTHONDONTWRITEBYTECODE is set, no other process writes bytecode, and each process would compile all
+    parts of torch that it imports.
     """
     folders = [str(ROOT / name) for name in PACKAGES]
     run([sys.executable, "-m", "compileall", "-q", *folders])
@@ -220,7 +221,8 @@ def compile_imports() -> None:
 
 
 def update(wheels: Path | None, *, upgrade: bool) -> None:
-    """Resolve again for every supported Python and platform, keeping present pins unless ``upgrade``."""
+    """Resolve again for every supported Python and platform, and keep existing pins unless ``upgrade`` is
+    set."""
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "all.txt"
         output.write_text(
@@ -275,7 +277,7 @@ def update(wheels: Path | None, *, upgrade: bool) -> None:
 
 
 def update_cpu_lock(wheels: Path | None, *, version: str) -> None:
-    """Pin the CPU builds in ``wheels``; those already pinned for this version stay.
+    """Pin the CPU builds in ``wheels``, and keep the builds that are already pinned for this version.
 
     Raises SystemExit if there are none.
     """

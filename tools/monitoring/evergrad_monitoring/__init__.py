@@ -1,1 +1,1 @@
-"""Alerts and dashboards, generated from the metrics catalogue into the chart. Nothing here is shipped."""
+"""Generates alerts and dashboards of the chart from the metrics catalogue. This package is not released."""

@@ -70,7 +70,7 @@ _WHO: Final = "{{ $labels.run_namespace }}/{{ $labels.run }}"
 _IN_OTHER_PHASE: Final = metric("operator_run_phase", 'phase!="Running"')
 _LAST_STEP: Final = by_run("max", metric("last_step_timestamp_seconds"))
 _SAVED: Final = by_run("max", metric("checkpoint_last_success_timestamp_seconds"))
-# Over the lives of its processes: a rate would need a second step, which may be hours away.
+# Use totals over all of a run's processes: a rate would need a second step, which may end hours later.
 _MEAN_STEP: Final = (
     f"{by_run('sum', metric('step_duration_seconds_sum'))}"
     f" / {by_run('sum', metric('step_duration_seconds_count'))}"
@@ -136,12 +136,12 @@ OF_RUNS: Final[tuple[Alert, ...]] = (
         _lines(
             f"time() - max by ({RUN}) ({_PROGRESSED}) > <stalledSeconds>",
             _RUNNING,
-            # Of a run that was resumed the last step is as old as its suspension was long.
+            # Right after a resume, the last step is older than the limit because of the suspension.
             f"and on ({RUN}) time() - {_BEGUN} > <stalledSeconds>",
-            # So is that of a run that waited for hosts, and loads its state.
+            # The same applies to a run that has waited for hosts and is loading its state.
             f"unless on ({RUN}) max_over_time({_IN_OTHER_PHASE}[<stalledSeconds>s])",
-            # A run whose steps take long is not stalled yet. Where nothing says how long they take, nothing
-            # is taken away.
+            # A run with long steps is not stalled yet. If the duration of its steps is not known, this line
+            # removes nothing.
             f"unless on ({RUN}) (time() - {_LAST_STEP} < <stalledSteps> * ({_MEAN_STEP}))",
         ),
         f"Run {_WHO} makes no progress",

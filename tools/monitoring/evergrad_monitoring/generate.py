@@ -1,5 +1,5 @@
-"""Writes the chart's dashboards and rules: ``python -m evergrad_monitoring.generate``; ``--check`` compares
-only, and fails where they differ."""
+"""Writes the chart's dashboards and rules: ``python -m evergrad_monitoring.generate``. With ``--check`` it
+only compares, and fails if they differ."""
 
 import argparse
 import re
@@ -17,7 +17,7 @@ _BEGIN, _END = "<!-- table: alerts -->\n", "<!-- end -->"
 
 
 def render_table() -> str:
-    """The page's table of alerts."""
+    """Return the table of alerts for the page."""
     lines = [
         "",
         "| Alert | Severity | Holds for | Thresholds | Summary |",
@@ -33,7 +33,7 @@ def render_table() -> str:
 
 
 def render_all() -> dict[Path, str]:
-    """Every generated file with its text."""
+    """Return the text of each generated file."""
     made = {_FILES / f"dashboards/{uid}.json": text for uid, text in DASHBOARDS.items()}
     before, _, rest = _PAGE.read_text("utf-8").partition(_BEGIN)
     _, _, after = rest.partition(_END)

@@ -1,4 +1,4 @@
-"""Every query that is shipped: of panels, annotations and variables, of alerts, and of pages."""
+"""Collects every released query: of panels, annotations, variables, alerts and pages."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -17,10 +17,11 @@ _BLOCK: Final = re.compile(r"^```promql\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 @dataclass(frozen=True)
 class Query:
-    """PromQL, with where it stands.
+    """PromQL, and its place.
 
-    ``where``: of a panel ``UID: TITLE (LETTER)``, of a dashboard's annotation ``UID: NAME``, of its variable
-    ``UID: $NAME``; of an alert its name; of a page ``PAGE: COMMENT``, the comment being the line before it.
+    ``where``: ``UID: TITLE (LETTER)`` for a panel, ``UID: NAME`` for an annotation of a dashboard,
+    ``UID: $NAME`` for a variable, the name for an alert, and ``PAGE: COMMENT`` for a page; COMMENT is the
+    line before the query.
     """
 
     kind: Kind
@@ -28,12 +29,12 @@ class Query:
     expression: str
 
     def fill(self, variables: Mapping[str, str]) -> str:
-        """The expression with values for the variables that Grafana fills in.
+        """Return the expression with values for the variables that Grafana fills in.
 
-        Raises ValueError for one that has no value here.
+        Raises ValueError if a variable has no value in ``variables``.
         """
         filled = self.expression
-        # The longest first: one name may begin with another.
+        # Replace the longest names first, because one name may begin with another.
         for name in sorted(variables, key=len, reverse=True):
             filled = filled.replace(f"${name}", variables[name])
         if "$" in filled:
@@ -42,9 +43,10 @@ class Query:
 
 
 def collect_queries(docs: Path) -> tuple[Query, ...]:
-    """All queries of dashboards and alerts, and those in ``promql`` blocks of the pages below ``docs``.
+    """Return all queries of dashboards and alerts, and the queries in ``promql`` blocks of the pages below
+    ``docs``.
 
-    Alerts have the thresholds that are the chart's defaults.
+    Alerts use the chart's default thresholds.
     """
     found = [query for uid, board in BOARDS.items() for query in _of_dashboard(uid, board)]
     for alert in ALERTS:
@@ -67,13 +69,14 @@ def _of_dashboard(uid: str, board: Dashboard) -> Iterator[Query]:
     for variable in board.templating.list_val or ():
         text = variable.query
         if variable.type_val == "query" and isinstance(text, str):
-            # Grafana asks for the series that match, and takes the label from them.
+            # Grafana queries the matching series, and reads the label from them.
             selector = text.removeprefix("label_values(").rpartition(", ")[0]
             yield Query("variable", f"{uid}: ${variable.name}", selector)
 
 
 def _of_page(page: str, text: str) -> Iterator[Query]:
-    """Each query of a block is preceded by a comment and followed by an empty line or the end."""
+    """Yield the queries of a page. In a block, a comment precedes each query, and an empty line or the end
+    follows."""
     for block in _BLOCK.findall(text):
         for part in block.strip().split("\n\n"):
             comment, _, expression = part.partition("\n")

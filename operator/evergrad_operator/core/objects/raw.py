@@ -1,4 +1,5 @@
-"""Reads of raw objects that never fail: a value that is missing or of another type counts as absent. Pure."""
+"""Reads values of raw objects without errors: a value that is missing or has a wrong type counts as absent.
+Pure."""
 
 import math
 import re
@@ -12,7 +13,7 @@ _HOST: Final = re.compile(r"[a-z0-9][a-z0-9.-]{0,252}")
 
 def get_map(raw: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
     """Return the mapping at ``path``, or an empty one."""
-    # Nearly all mappings are dicts, and asking an abstract class takes longer than all else here.
+    # Check for dict first: nearly all mappings are dicts, and a check against an abstract class is slow.
     value: Any = raw
     for key in path:
         is_map = type(value) is dict or isinstance(value, Mapping)
@@ -30,7 +31,7 @@ def get_maps(raw: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 
 
 def get_pairs(raw: Mapping[str, Any], key: str) -> list[Any]:
-    """Return the lists of two in the list ``key``."""
+    """Return the items of the list ``key`` that are lists of two."""
     value = raw.get(key)
     if not isinstance(value, list):
         return []
@@ -38,7 +39,7 @@ def get_pairs(raw: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def get_text(raw: Mapping[str, Any], key: str) -> str:
-    """Return the text ``key``, or an empty one."""
+    """Return the text ``key``, or an empty text."""
     value = raw.get(key)
     return value if isinstance(value, str) else ""
 
@@ -49,7 +50,7 @@ def get_hosts(
     *,
     most: int,
 ) -> list[tuple[str, int]]:
-    """Return the pairs of a host's name and a number from 0 to ``most`` in the list ``key``."""
+    """Return the pairs of a host name and an integer from 0 to ``most`` in the list ``key``."""
     found = []
     for host, value in get_pairs(raw, key):
         number = to_int(value, most=most)
@@ -59,13 +60,13 @@ def get_hosts(
 
 
 def is_host(value: Any) -> bool:
-    """Whether a host can have this name: a pod that kept away from another one would be refused."""
+    """Return whether a host can have this name. The API server would refuse a pod with an invalid name."""
     return isinstance(value, str) and _HOST.fullmatch(value) is not None
 
 
 def to_int(value: Any, *, most: int = 2**63 - 1) -> int | None:
-    """Return the value if it is a whole number of a size of at most ``most``."""
-    # Python takes a bool for a number; JSON does not.
+    """Return the value if it is an integer whose absolute value is at most ``most``, or None."""
+    # In Python, a bool is an int; in JSON, it is not a number.
     if not isinstance(value, int) or isinstance(value, bool):
         return None
     return value if -most <= value <= most else None
@@ -77,7 +78,7 @@ def get_int(
     *,
     most: int = 2**63 - 1,
 ) -> int | None:
-    """Return the whole number ``key``, of a size of at most ``most``."""
+    """Return the integer ``key`` if its absolute value is at most ``most``, or None."""
     return to_int(raw.get(key), most=most)
 
 
@@ -87,7 +88,7 @@ def get_natural(
     *,
     most: int = 2**53,
 ) -> int | None:
-    """Return the whole number ``key``, from 0 to ``most``."""
+    """Return the integer ``key`` if it is from 0 to ``most``, or None."""
     value = get_int(raw, key, most=most)
     if value is None or value < 0:
         return None
@@ -101,7 +102,8 @@ def get_float(
     least: float = float("-inf"),
     most: float = float("inf"),
 ) -> float | None:
-    """Return the finite number ``key``, which may be written as a text, within these bounds."""
+    """Return the finite number ``key``, also if it is written as a text, if it is within these bounds, or
+    None."""
     value = raw.get(key)
     if isinstance(value, str):
         try:
@@ -110,7 +112,7 @@ def get_float(
             return None
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
-    # JSON bounds no integer, but a float does.
+    # JSON does not limit integers, but floats are limited.
     try:
         number = float(value)
     except OverflowError:
@@ -121,16 +123,17 @@ def get_float(
 def keep_end(text: str, most: int) -> str:
     """Return the end of ``text``, which names the cause of a failure, within ``most`` bytes of UTF-8.
 
-    Characters that UTF-8 cannot express become ``?``.
+    Characters that UTF-8 cannot encode become ``?``. For example, ``keep_end("error: no space", 5)`` returns
+    ``space``.
     """
     data = text.encode("utf-8", errors="replace")
     if len(data) <= most:
         return data.decode()
-    # The cut may go through a character, whose rest is dropped.
+    # If the cut splits a character, drop the rest of the character.
     return data[-most:].decode("utf-8", errors="ignore")
 
 
 def keep_start(text: str, most: int) -> str:
-    """Return the beginning of ``text`` within ``most`` bytes of UTF-8."""
+    """Return the start of ``text`` within ``most`` bytes of UTF-8."""
     data = text.encode("utf-8", errors="replace")
     return data[:most].decode("utf-8", errors="ignore")

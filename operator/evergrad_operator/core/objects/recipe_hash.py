@@ -1,4 +1,4 @@
-"""Hashes of JSON values, and of a recipe's spelling as records of older versions have it. Pure."""
+"""Hashes JSON values, and the recipe as written in a run, which records of older versions contain. Pure."""
 
 import hashlib
 import json
@@ -10,11 +10,11 @@ from evergrad_manifest.envelope.script import Script
 
 
 def hash_spelling(training: Mapping[str, Any] | None, script: Script | None) -> str:
-    """Return the SHA-256 of the recipe or script as the run spells it, 64 hex digits.
+    """Return the SHA-256 of the recipe or script as the run writes it, as 64 hex digits.
 
-    Older versions wrote it into the records of runs on their volumes. It must therefore never change.
+    Older versions wrote this hash into the records of runs on their volumes, so it must never change.
     """
-    # Operational sections do not change what is trained, and were never part of the hash.
+    # Operational sections do not change what is trained, and were never a part of the hash.
     if training is not None:
         kept = {
             key: value
@@ -34,7 +34,7 @@ def hash_spelling(training: Mapping[str, Any] | None, script: Script | None) -> 
 
 
 def hash_json(value: Any) -> str:
-    """Return the SHA-256 of a JSON value, whatever the order of its keys."""
+    """Return the SHA-256 of a JSON value, as 64 hex digits. It does not depend on the order of keys."""
     text = json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=dict
     )

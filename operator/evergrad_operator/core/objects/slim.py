@@ -1,4 +1,4 @@
-"""Reduces raw objects to the parts that the operator reads: at 1,000 runs whole objects take five times the
+"""Reduces raw objects to the parts that the operator reads: for 1,000 runs, whole objects need five times the
 memory. Pure."""
 
 import sys
@@ -36,13 +36,14 @@ _CONDITIONS_LEFT_OUT: Final = (
 _METADATA_LEFT_OUT: Final = ("managedFields", "ownerReferences", "selfLink")
 _LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 _LONGEST_SHARED: Final = 40
-"""Length below which a text is interned: names, phases and reasons repeat, messages do not."""
+"""Texts shorter than this are interned: names, phases and reasons repeat, but messages do not."""
 
 
 def slim_run(raw: Raw) -> Raw:
-    """Return a run without the parts that only the API server and kubectl need, cut where it is nested too
-    deeply."""
-    # Cut before other code walks into it: at the recursion limit one such run would end the passes of all.
+    """Return a run without the parts that only the API server and kubectl need, and without values that are
+    nested too deeply."""
+    # Cut first, before other code recurses into the object: a recursion error would end the passes of all
+    # runs.
     rest = {key: value for key, value in raw.items() if key != "metadata"}
     kept = cut_deep(rest)
     if "status" in kept:
@@ -51,20 +52,20 @@ def slim_run(raw: Raw) -> Raw:
 
 
 def slim_pod(raw: Raw) -> Raw:
-    """Return the parts of a pod that are read."""
+    """Return the parts of a pod that the operator reads."""
     spec, status = get_map(raw, "spec"), get_map(raw, "status")
     kept = _pick(spec, _POD_SPEC)
     for kind in ("containers", "initContainers"):
         if kind == "containers" or spec.get(kind):
             kept[kind] = [_pick(item, ("name", "image")) for item in get_maps(spec, kind)]
-    # Only a pod that was killed at its memory limit has to say which one that was.
+    # Keep the memory limit only for a pod that was killed at its limit, because only its message needs it.
     if any(map(_is_out_of_memory, get_maps(status, "containerStatuses"))):
         for item, whole in zip(
             kept["containers"], get_maps(spec, "containers"), strict=True
         ):
             if limit := get_map(whole, "resources", "limits").get("memory"):
                 item["resources"] = {"limits": {"memory": limit}}
-    # Whether it was given the run's token.
+    # Record whether the pod was given the run's token.
     if any(one.get("name") == names.TOKEN_VOLUME for one in get_maps(spec, "volumes")):
         kept["volumes"] = [{"name": names.TOKEN_VOLUME}]
     seen = {key: value for key, value in status.items() if key not in _POD_STATUS_LEFT_OUT}
@@ -77,7 +78,7 @@ def slim_pod(raw: Raw) -> Raw:
             for one in get_maps(seen, "conditions")
             if one.get("type") not in _CONDITIONS_LEFT_OUT
         ]
-    # Pods have nearly everything alike, of which one copy is kept.
+    # Most values are the same in all pods, so keep one copy of each.
     return {
         "metadata": slim_metadata(raw),
         "spec": {key: _ALIKE.find(value) for key, value in share(kept).items()},
@@ -90,7 +91,7 @@ def _is_out_of_memory(container: Raw) -> bool:
 
 
 def slim(raw: Raw, keys: Sequence[str]) -> Raw:
-    """Return an object's metadata and the named parts of it."""
+    """Return an object's metadata and the parts in ``keys``."""
     return {**share(_pick(raw, keys)), "metadata": slim_metadata(raw)}
 
 
@@ -99,7 +100,7 @@ def _pick(raw: Raw, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def slim_metadata(raw: Raw) -> Raw:
-    """Return the metadata without managed fields and kubectl's copy of the object."""
+    """Return the metadata without managed fields and without kubectl's copy of the object."""
     metadata = {
         key: value
         for key, value in raw["metadata"].items()
@@ -113,13 +114,13 @@ def slim_metadata(raw: Raw) -> Raw:
         }
     slimmed = dict(share(metadata))
     if owners := raw["metadata"].get("ownerReferences"):
-        # All children of a run have the same.
+        # All children of a run have the same owner.
         slimmed["ownerReferences"] = _ALIKE.find(share(owners))
     return slimmed
 
 
 class _Alike:
-    """One copy of values that many objects have alike. Whoever reads them changes nothing in them."""
+    """Keeps one copy of each value that many objects share. Readers must not change the values."""
 
     _MOST: Final = 20_000
 
@@ -127,11 +128,11 @@ class _Alike:
         self._found: dict[str, Any] = {}
 
     def find(self, value: Any) -> Any:
-        """The copy of ``value`` that was found first."""
+        """Return the first copy of ``value``, or ``value`` itself if it is new."""
         if not isinstance(value, (dict, list)):
             return value
         if len(self._found) >= self._MOST:
-            # Begun anew: objects keep what they have.
+            # Start again with no copies; objects keep the copies that they have.
             self._found.clear()
         return self._found.setdefault(repr(value), value)
 
@@ -140,10 +141,10 @@ _ALIKE: Final = _Alike()
 
 
 def share(value: Any) -> Any:
-    """Return an equal value whose keys and short texts exist only once in the whole process."""
+    """Return an equal value whose keys and short texts exist only once in this process."""
     if type(value) is str:
         return sys.intern(value) if len(value) < _LONGEST_SHARED else value
-    # Nearly all mappings are dicts, and asking an abstract class takes longer than all else here.
+    # Check for dict first: nearly all mappings are dicts, and a check against an abstract class is slow.
     if type(value) is dict or isinstance(value, Mapping):
         return {
             sys.intern(key) if type(key) is str else key: share(item)

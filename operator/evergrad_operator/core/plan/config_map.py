@@ -1,4 +1,4 @@
-"""The ConfigMap with the run as its nodes read it."""
+"""The ConfigMap that contains the run's manifest for its nodes."""
 
 import json
 from typing import Final
@@ -23,18 +23,18 @@ def build_config_map(run: ParsedRun) -> JsonObject:
 
 
 def build_manifest(run: ParsedRun) -> str:
-    """Return the run's manifest as its nodes read it: JSON, which is YAML too."""
-    # Fields that only the operator reads are left out, so that editing them touches no ConfigMap.
+    """Return the run's manifest for its nodes, as JSON, which is also valid YAML."""
+    # Leave out fields that only the operator reads, so that editing them does not change the ConfigMap.
     spec = {
         key: value
         for key, value in get_map(run.raw, "spec").items()
         if key in _KEPT and value is not None
     }
-    # Its resources are the pods' alone; the nodes need to know that they are there, and what has to stay for
-    # them.
+    # Only the pods need the resources of the evaluation. The nodes need to know that there are evaluation
+    # pods, and how many checkpoints to keep for them.
     if run.spec.evaluation is not None and "training" in spec:
         spec["evaluation"] = {"keepWaiting": run.spec.evaluation.keep_waiting}
-    # Metrics get our port where the run names none, so that there is something to scrape.
+    # Set the default port for metrics if the run sets none, so that they can be scraped.
     for kind in ("training", "script"):
         if kind in spec:
             metrics = {

@@ -1,4 +1,4 @@
-"""The init containers of a run's pods: they end before the trainer's container starts."""
+"""The init containers of a run's pods, which end before the trainer's container starts."""
 
 from typing import Final
 
@@ -26,16 +26,16 @@ CACHES: Final = {
     "TORCHINDUCTOR_CACHE_DIR": "/tmp/.cache/torchinductor",
     "TRITON_CACHE_DIR": "/tmp/.cache/triton",
 }
-"""Environment of a user without a name or home, on a root file system that cannot be written."""
+"""Environment of a user without a name and a home, with a read-only root file system."""
 
 
 def build_init_containers(
     run: ParsedRun, memory: Memory, config: Config, resources: Resources
 ) -> list[JsonObject]:
-    """Build the init containers of the template. ``resources``: those of the pod's own container.
+    """Build the init containers of the template. ``resources``: resources of the pod's own container.
 
-    They are as restricted as the trainer's container, and have the same volume and scratch space. They have
-    neither the run's token nor its manifest, which are for the trainer.
+    They have the same restrictions, volume and scratch space as the trainer's container. They have neither
+    the run's token nor its manifest, because only the trainer needs these.
     """
     built = []
     for given in run.spec.template.init_containers:
@@ -49,11 +49,11 @@ def build_init_containers(
             "workingDir": given.get("workingDir"),
             "env": merge_env(CACHES, tuple(get_maps(given, "env"))),
             "envFrom": given.get("envFrom"),
-            # They run before the trainer's container, so that its resources are theirs at no cost.
+            # Default to the trainer's resources: the init containers end first, so the pod requests no more.
             "resources": given.get("resources") or build_resources(drop_devices(resources)),
             "securityContext": build_container_security(),
             "terminationMessagePath": names.TERMINATION_LOG,
-            # One that fails rarely writes a message: the end of its log stands in for it.
+            # A failed container rarely writes a message, so the end of its log replaces the message.
             "terminationMessagePolicy": "FallbackToLogsOnError",
             "volumeMounts": [
                 {"name": "evergrad-volume", "mountPath": contract.VOLUME_PATH},

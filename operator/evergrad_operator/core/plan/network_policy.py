@@ -1,4 +1,5 @@
-"""The NetworkPolicy of a run: its pods reach each other, and are scraped; no others reach them."""
+"""The NetworkPolicy of a run: its pods can connect to each other and can be scraped; other pods are
+blocked."""
 
 from typing import Any
 
@@ -10,9 +11,9 @@ from evergrad_operator.core.plan.node_pod import metrics_port
 
 
 def build_network_policy(run: ParsedRun, config: Config) -> JsonObject:
-    """Build the policy, for ingress alone: egress stays open.
+    """Build the policy. It restricts only ingress; egress stays open.
 
-    All ports are open between the run's pods, because those of collectives are not known before.
+    All ports are open between the run's pods, because the ports of collectives are not known in advance.
     """
     labels = {names.LABEL_RUN: run.name}
     own: dict[str, Any] = {"podSelector": {"matchLabels": labels}}
@@ -24,7 +25,7 @@ def build_network_policy(run: ParsedRun, config: Config) -> JsonObject:
         if config.operator_namespace
         else {},
     }
-    # A node on a free port of its own choice cannot be named here, and is not scraped.
+    # The policy cannot name a port that a node chooses itself, so such a node is not scraped.
     port = metrics_port(run)
     scraped = [{"port": port, "protocol": "TCP"}] if port else []
     ingress: list[dict[str, Any]] = [
@@ -36,7 +37,7 @@ def build_network_policy(run: ParsedRun, config: Config) -> JsonObject:
         },
     ]
     if config.metrics_from:
-        # A coordinator serves its metrics beside its status, which asks for the run's token.
+        # The coordinator serves its metrics at the port of its status, which requires the run's token.
         scraped.append({"port": names.STATUS_PORT, "protocol": "TCP"})
         among = {
             "key": "kubernetes.io/metadata.name",

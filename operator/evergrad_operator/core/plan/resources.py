@@ -1,4 +1,4 @@
-"""Resources of the containers of a run's pods, with the installation's bounds on the disk of a host."""
+"""Resources of the containers in a run's pods, including the installation's limits for the disk of a host."""
 
 from typing import Final
 
@@ -11,11 +11,12 @@ EPHEMERAL_STORAGE: Final = "ephemeral-storage"
 def bound_disk(given: Resources, request: str, limit: str) -> Resources:
     """Return the resources with the installation's request and limit of ephemeral storage.
 
-    A run that names either has both as it says: half of one and half of another could contradict each other.
+    If the run sets a request or limit itself, both installation values are ignored, because a mixture could
+    be contradictory.
     """
     if EPHEMERAL_STORAGE in {*given.requests, *given.limits}:
         return given
-    # Without a request Kubernetes would take the limit for one, and reserve it.
+    # Without a request, Kubernetes would use the limit as the request, and reserve it.
     asked = request or ("0" if limit else "")
     requests = {**given.requests, **({EPHEMERAL_STORAGE: asked} if asked else {})}
     limits = {**given.limits, **({EPHEMERAL_STORAGE: limit} if limit else {})}
@@ -23,7 +24,7 @@ def bound_disk(given: Resources, request: str, limit: str) -> Resources:
 
 
 def drop_devices(given: Resources) -> Resources:
-    """Return the resources without devices, of which no two containers have the same."""
+    """Return the resources without devices, because two containers cannot share a device."""
     kept = (
         {name: amount for name, amount in values.items() if not is_extended(name)}
         for values in (given.requests, given.limits)

@@ -1,4 +1,4 @@
-"""The Service by which nodes find their coordinator."""
+"""The Service through which nodes connect to their coordinator."""
 
 from evergrad_operator.core.objects import names
 from evergrad_operator.core.observe.spec import ParsedRun
@@ -6,8 +6,8 @@ from evergrad_operator.core.plan.common import JsonObject, build_labels, build_m
 
 
 def build_service(run: ParsedRun, *, attempt: int) -> JsonObject:
-    """Build the Service that leads to the coordinator of ``attempt`` alone: an older one, cut off and alive,
-    gets no new nodes."""
+    """Build the Service, which routes only to the coordinator of ``attempt``: an older coordinator that still
+    runs, but is cut off, gets no new nodes."""
     selector = {
         names.LABEL_RUN: run.name,
         names.LABEL_ROLE: names.ROLE_COORDINATOR,
@@ -22,10 +22,10 @@ def build_service(run: ParsedRun, *, attempt: int) -> JsonObject:
         "metadata": metadata,
         "spec": {
             "type": "ClusterIP",
-            # Both address families where the cluster has them: the coordinator listens on both.
+            # Use both address families if the cluster has both: the coordinator listens on both.
             "ipFamilyPolicy": "PreferDualStack",
             "selector": selector,
-            # Nodes wait for a coordinator that is coming up: its name must resolve before it is ready.
+            # Nodes wait for a coordinator that is starting, so its name must resolve before it is ready.
             "publishNotReadyAddresses": True,
             "ports": [
                 {

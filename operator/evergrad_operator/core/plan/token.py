@@ -1,4 +1,4 @@
-"""The Secret with a run's token, by which its nodes, its coordinator and the operator prove who they are."""
+"""The Secret with a run's token, with which its nodes, its coordinator and the operator authenticate."""
 
 from typing import Final
 
@@ -7,27 +7,27 @@ from evergrad_operator.core.observe.spec import ParsedRun
 from evergrad_operator.core.plan.common import JsonObject, build_metadata
 
 TOKEN_OPTION: Final = "--token-file"
-"""Option of a coordinator or node that names the token's file."""
+"""Option of a coordinator or node for the path of the token's file."""
 
 
 def build_token_secret(run: ParsedRun, token: str) -> JsonObject:
     """Build the Secret, which is deleted with its run.
 
-    It is only ever created: the operator may not read or change Secrets of runs.
+    The operator only creates it, because it may not read or change the Secrets of runs.
     """
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": build_metadata(run, names.token_secret_name(run.name, token)),
         "type": "Opaque",
-        # The kubelet need not watch an immutable Secret, and no token is replaced under live pods.
+        # The kubelet does not watch an immutable Secret, and the token of running pods is never replaced.
         "immutable": True,
         "stringData": {names.TOKEN_KEY: token},
     }
 
 
 def build_token_volume(run: ParsedRun, token: str) -> JsonObject:
-    """Build the volume of a pod that holds the token."""
+    """Build the volume of a pod that contains the token."""
     return {
         "name": names.TOKEN_VOLUME,
         "secret": {"secretName": names.token_secret_name(run.name, token)},
@@ -35,7 +35,7 @@ def build_token_volume(run: ParsedRun, token: str) -> JsonObject:
 
 
 def build_token_mount() -> JsonObject:
-    """Build the mount of that volume in a container."""
+    """Build the mount of this volume in a container."""
     return {
         "name": names.TOKEN_VOLUME,
         "mountPath": names.TOKEN_PATH,
@@ -44,5 +44,5 @@ def build_token_mount() -> JsonObject:
 
 
 def build_token_arguments() -> tuple[str, str]:
-    """Return the arguments that name the token's file, of a coordinator or node."""
+    """Return the arguments of a coordinator or node that name the token's file."""
     return TOKEN_OPTION, f"{names.TOKEN_PATH}/{names.TOKEN_KEY}"

@@ -16,8 +16,8 @@ BOARDS: Final[dict[str, Dashboard]] = {
     RUN: build_run().build(),
     OPERATOR: build_operator().build(),
 }
-"""Each dashboard by its uid, as the SDK has it."""
+"""Each dashboard by its uid, as an object of the SDK."""
 DASHBOARDS: Final[dict[str, str]] = {
     uid: render_dashboard(board) for uid, board in BOARDS.items()
 }
-"""JSON of each dashboard by its uid."""
+"""JSON of each dashboard, by its uid."""

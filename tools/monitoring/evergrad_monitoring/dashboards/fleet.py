@@ -1,4 +1,4 @@
-"""The dashboard of all runs: which there are, what stands still, where time goes."""
+"""The dashboard of all runs: which runs exist, which do not progress, and how they spend their time."""
 
 from typing import Final
 
@@ -23,7 +23,7 @@ _HERE: Final = 'run_namespace=~"$run_namespace"'
 
 
 def build_fleet() -> Dashboard:
-    """All runs of the namespaces that are chosen."""
+    """Build the dashboard of all runs in the selected namespaces."""
     kept = metric("productive_seconds_total", _HERE)
     lost = metric("lost_seconds_total", _HERE)
     board = begin_dashboard(
@@ -191,7 +191,7 @@ def _median(name: str) -> str:
 
 
 def _failures() -> table.Panel:
-    """Why pods ended, over all runs."""
+    """Return a table of the reasons why pods ended, over all runs."""
     ended = metric("operator_run_restarts_total", _HERE)
     return rows(
         "Failures by reason",
@@ -205,7 +205,7 @@ def _failures() -> table.Panel:
 
 
 def _runs() -> table.Panel:
-    """Every run, those first that made no progress for the longest time."""
+    """Return a table of all runs, with the longest time without progress first."""
     progress = metric("operator_run_last_progress_timestamp_seconds", _HERE)
     running = metric("operator_run_nodes", f'{_HERE}, state="running"')
     replaced = metric("operator_run_pods_replaced_total", _HERE)

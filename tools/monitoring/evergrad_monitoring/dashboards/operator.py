@@ -17,7 +17,7 @@ _JOB = 'job=~"$job"'
 
 
 def build_operator() -> Dashboard:
-    """Passes, queue, API server and watches of the replica that works."""
+    """Build the dashboard with passes, queue, API server and watches of the active replica."""
     passes = metric("operator_reconcile_total", _JOB)
     failed = metric("operator_reconcile_total", f'{_JOB}, result="error"')
     board = begin_dashboard(
@@ -113,7 +113,7 @@ def _add_passes(board: Dashboard) -> Dashboard:
 
 
 def _add_outside(board: Dashboard) -> Dashboard:
-    """The API server, its watches, and the event loop."""
+    """Add panels about the API server, its watches, and the event loop."""
     return (
         board.with_panel(
             plot(
@@ -172,7 +172,7 @@ def _add_outside(board: Dashboard) -> Dashboard:
 
 
 def _add_process(board: Dashboard) -> Dashboard:
-    """Memory and processor time of the operator's own process."""
+    """Add panels about memory and processor time of the operator's process."""
     return board.with_panel(
         plot(
             "Memory",

@@ -27,7 +27,8 @@ _HIDDEN_BEHIND: Final = (
 
 
 def build_run() -> Dashboard:
-    """One run. The namespace and the run are chosen; both are labels that all families have."""
+    """Build the dashboard of one run. The reader selects the namespace and the run, which all metrics have as
+    labels."""
     board = begin_dashboard(
         "Evergrad: run",
         RUN,
@@ -304,7 +305,7 @@ def _add_saves(board: Dashboard) -> Dashboard:
 
 
 def _add_nodes(board: Dashboard) -> Dashboard:
-    """Nodes that the run requests, holds and waits for."""
+    """Add panels about the nodes that the run requests, holds and waits for."""
     return board.with_panel(
         plot(
             "Nodes by state",
@@ -325,7 +326,7 @@ def _add_nodes(board: Dashboard) -> Dashboard:
 
 
 def _add_memory(board: Dashboard) -> Dashboard:
-    """Memory of the devices and of the hosts."""
+    """Add panels about the memory of devices and hosts."""
     device = _of("device_memory_bytes")
     return (
         board.with_panel(
@@ -378,7 +379,7 @@ def _add_memory(board: Dashboard) -> Dashboard:
 
 
 def _add_pods_beside(board: Dashboard) -> Dashboard:
-    """Preparation of the data and evaluation of checkpoints, in pods of their own."""
+    """Add panels about the pods that prepare data and evaluate checkpoints."""
     return (
         board.with_panel(
             plot(
