@@ -1,7 +1,7 @@
-"""A real two-node Kubernetes on this machine, for tests: two kubelets with containerd in namespaces, brought
-up in seconds.
+"""A real two-node Kubernetes on this machine, for tests: two kubelets with containerd in namespaces, which
+start in seconds.
 
-The product knows nothing of it. How it is used: docs/project/testing-on-kubernetes.md.
+The product does not depend on it. For its use, see docs/project/testing-on-kubernetes.md.
 """
 
 from bed.cluster import Bed

@@ -11,7 +11,7 @@ from bed.shell import BedError
 
 
 def main() -> int:
-    """Parse, act; 1 with one line where it cannot be done."""
+    """Run a command. Return 1, after a one-line message, if it fails."""
     arguments = _parser().parse_args()
     try:
         code = _act(arguments)

@@ -1,7 +1,7 @@
-"""Boxes: sets of namespaces that stand for machines, the links between them, and the processes inside.
+"""Boxes: sets of namespaces that represent machines, the links between them, and the processes inside.
 
-A box's first process holds a pid namespace. Killing it makes the kernel end everything inside at once, mounts
-and links included, as when a machine loses power.
+A box's first process holds a pid namespace. When it is killed, the kernel immediately ends everything inside,
+including mounts and links, as when a machine loses power.
 """
 
 import os
@@ -28,19 +28,19 @@ from bed.shell import BedError, run, wait_until
 CONTROL = "cp"
 _STARTED: list[
     "subprocess.Popen[bytes]"
-] = []  # they outlive us on purpose: Python would warn of each that it collects
+] = []  # They outlive this process on purpose. Python would warn about each that it collects.
 _NAMESPACES = ("-m", "-n", "-p", "-u", "-i")
-# bash reaps orphans while it waits; `sleep` alone as the first process would collect zombies.
+# bash reaps orphans while it waits; with `sleep` as the first process, zombies would accumulate.
 _IDLE = "trap '' TERM; while :; do sleep 3600 & wait $!; done"
 
 
 def start(box: str, script: str) -> int:
     """Start a box whose first process runs `script` and then only waits.
 
-    Returns its pid, which is the box.
+    Returns the pid of the first process, which identifies the box.
     """
-    # A machine that boots has no cgroups of its last life; a kubelet looks for the container behind each, for
-    # seconds.
+    # A booting machine has no cgroups from its previous life. A kubelet would spend seconds looking for the
+    # container of each.
     cgroups.remove_below(box)
     cgroups.make(box)
     cgroups.make(cgroups.HOST)
@@ -48,7 +48,7 @@ def start(box: str, script: str) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("pid", "ready"):
         (folder / name).unlink(missing_ok=True)
-    # The first process writes its name only when its script is through: mounts first, then daemons.
+    # The first process writes its name only after its script has ended: mounts come first, then daemons.
     init = f"set -e\necho 0 > {cgroups.entrance(box)}\n{script}\ntouch {folder / 'ready'}\n{_IDLE}\n"
     (folder / "init.sh").write_text(init)
     command = [
@@ -80,7 +80,7 @@ def start(box: str, script: str) -> int:
 
 
 def pid_of(box: str) -> int:
-    """The box's first process as seen from outside; BedError when the box is not up."""
+    """Return the box's first process as seen from outside. Raises BedError if the box is not up."""
     try:
         pid = int((work() / box / "pid").read_text())
     except (OSError, ValueError) as error:
@@ -91,7 +91,7 @@ def pid_of(box: str) -> int:
 
 
 def is_up(box: str) -> bool:
-    """Whether the box's first process lives."""
+    """Return whether the box's first process runs."""
     try:
         pid_of(box)
     except BedError:
@@ -100,7 +100,7 @@ def is_up(box: str) -> bool:
 
 
 def kill(box: str) -> None:
-    """Power off: the first process dies and with it everything inside."""
+    """Power off the box: its first process dies, and with it everything inside."""
     pid = pid_of(box)
     os.kill(pid, signal.SIGKILL)
     cgroups.set_frozen(
@@ -122,7 +122,7 @@ def _living(box: str) -> set[int]:
 def inside(
     box: str, command: Sequence[object], *, text: str | None = None, check: bool = True
 ) -> str:
-    """Run a command in every namespace of the box and return its stdout."""
+    """Run a command in all namespaces of the box, and return its stdout."""
     return run(
         ["nsenter", "-t", str(pid_of(box)), *_NAMESPACES, "--", *command],
         text=text,
@@ -137,11 +137,12 @@ def spawn(
     *,
     environment: dict[str, str] | None = None,
 ) -> None:
-    """Start a daemon in the box, with its log and its pid (as seen from outside) under the bed's scratch."""
+    """Start a daemon in the box. Its log and its pid, as seen from outside, are in the bed's scratch
+    folder."""
     shown = work() / box / f"{name}.pid"
     shown.unlink(missing_ok=True)
-    # $$ would be the pid inside; /proc of the outside is not there either. The cgroup file, read from
-    # outside, knows both.
+    # $$ would be the pid inside the box, and the outer /proc is not visible there. The cgroup file, read from
+    # outside, contains the outer pid.
     before = cgroups.pids_below(box, "sys")
     enter = f'echo 0 > {cgroups.entrance(box)}; exec "$@"'
     words = [
@@ -175,7 +176,7 @@ def spawn(
 
 
 def daemon_pid(box: str, name: str) -> int:
-    """The pid of a daemon started by `spawn`; BedError when it does not live."""
+    """Return the pid of a daemon that `spawn` started. Raises BedError if it does not run."""
     try:
         pid = int((work() / box / f"{name}.pid").read_text())
     except (OSError, ValueError) as error:
@@ -188,7 +189,7 @@ def daemon_pid(box: str, name: str) -> int:
 
 
 def kill_daemon(box: str, name: str) -> None:
-    """SIGKILL one daemon; returns when it is dead."""
+    """Send SIGKILL to a daemon. Returns when it is dead."""
     pid = daemon_pid(box, name)
     os.kill(pid, signal.SIGKILL)
     wait_until(
@@ -202,14 +203,14 @@ def kill_daemon(box: str, name: str) -> None:
 def spawn_outside(
     name: str, command: Sequence[object], environment: dict[str, str]
 ) -> "subprocess.Popen[bytes]":
-    """Start a helper of the bed in the machine's own namespaces; it ends with the bed."""
+    """Start a helper of the bed in the machine's own namespaces. It ends with the bed."""
     with _log(name) as log:
         words = [str(word) for word in command]
         return _start(words, cgroups.HOST, log.fileno(), environment)
 
 
 def end_outside(process: "subprocess.Popen[bytes]") -> None:
-    """End such a helper: asked first, and after half a minute killed."""
+    """End such a helper with SIGTERM, or with SIGKILL if it still runs after 30 s."""
     process.terminate()
     try:
         process.wait(timeout=30)
@@ -219,7 +220,7 @@ def end_outside(process: "subprocess.Popen[bytes]") -> None:
 
 
 def network(pid: int | None, lines: Iterable[str]) -> None:
-    """Apply lines of `ip -batch` in the network namespace of a process; None is our own."""
+    """Apply lines of `ip -batch` in the network namespace of a process, or in our own if `pid` is None."""
     elsewhere = [] if pid is None else ["nsenter", "-t", str(pid), "-n"]
     run(
         [*elsewhere, shutil.which("ip") or "/sbin/ip", "-batch", "-"],
@@ -228,14 +229,14 @@ def network(pid: int | None, lines: Iterable[str]) -> None:
 
 
 def connect_control() -> None:
-    """The bridge in the control plane's box, and the machine's own link to it."""
+    """Create the bridge in the control plane's box, and the machine's own link to it."""
     pid = pid_of(CONTROL)
     network(
         pid,
         [
             "link set lo up",
-            # An address of its own: a bridge otherwise takes its ports' lowest, and is unknown to all when
-            # that node dies.
+            # Set the bridge's own address. Otherwise it takes the lowest address of its ports, and all
+            # neighbours lose it when that node dies.
             f"link add br0 address {_hardware_address(0)} type bridge",
             *_addresses(1, "br0"),
             "link set br0 up",
@@ -260,9 +261,9 @@ def connect_control() -> None:
 
 
 def connect_node(node: Node) -> None:
-    """A node's cable to the bridge, and its routes to the other nodes' pods.
+    """Connect a node to the bridge, and add its routes to the other nodes' pods.
 
-    No default route: pods reach nothing else.
+    There is no default route, so pods reach nothing else.
     """
     control, pid = pid_of(CONTROL), pid_of(node.name)
     here = f"/proc/{control}/net/dev"  # the cable of the node's former life goes a moment after it
@@ -304,7 +305,7 @@ def _routes_to_pods(nodes: Sequence[Node], device: str) -> list[str]:
 
 
 def _hardware_address(number: int) -> str:
-    """Fixed ones: what the others remember of a node is still right when it has been started again."""
+    """Return a fixed address, so that the other nodes' neighbour entries stay valid when a node restarts."""
     return f"02:00:00:00:{NUMBER:02x}:{number:02x}"
 
 
@@ -316,7 +317,8 @@ def _log(name: str) -> BinaryIO:
 def _start(
     command: list[str], box: str, log: int, environment: dict[str, str] | None = None
 ) -> "subprocess.Popen[bytes]":
-    """Start detached from our terminal and session, inside the bed's cgroup from its first instruction on."""
+    """Start a process detached from our terminal and session, inside the bed's cgroup from its first
+    instruction."""
     enter = f'echo 0 > {cgroups.entrance(box)}; exec "$@"'
     process = subprocess.Popen(
         ["bash", "-c", enter, "bash", *command],

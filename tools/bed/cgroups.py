@@ -1,8 +1,8 @@
-"""The cgroups of the bed, `/bed/BOX` in every v1 hierarchy: the one list of everything that belongs to it.
+"""The cgroups of the bed, `/bed/BOX` in every v1 hierarchy, which list everything that belongs to the bed.
 
-Every process of the bed enters its freezer cgroup before it becomes what it is; children inherit it. So
-nothing has to remember a pid: whoever wants to end the bed kills what is in there, whichever `up` began it
-and however that ended.
+Every process of the bed enters its freezer cgroup before it starts its program, and child processes inherit
+the cgroup. So no component needs to store pids: to end the bed, kill the processes in these cgroups,
+regardless of which `up` started them and how it ended.
 """
 
 import os
@@ -14,11 +14,11 @@ from pathlib import Path
 from bed.places import CGROUPS, NAME
 from bed.shell import BedError
 
-HOST = "host"  # the bed's processes that live in no node: helpers, and `up` itself while it works
+HOST = "host"  # the bed's processes that belong to no node: helpers, and `up` itself while it works
 
 
 def hierarchies() -> list[Path]:
-    """Every mounted hierarchy: the v1 controllers, the named one, and `unified` where it is mounted."""
+    """Return every mounted hierarchy: the v1 controllers, the named one, and `unified` if it is mounted."""
     return sorted(
         folder
         for folder in CGROUPS.iterdir()
@@ -27,7 +27,7 @@ def hierarchies() -> list[Path]:
 
 
 def make(box: str) -> None:
-    """Create the cgroup of a box, with a `sys` below it for its own daemons, in every hierarchy."""
+    """Create the cgroup of a box in every hierarchy, with a child `sys` for the box's own daemons."""
     for hierarchy in hierarchies():
         for folder in (
             hierarchy / NAME,
@@ -41,37 +41,37 @@ def make(box: str) -> None:
 
 
 def entrance(box: str) -> Path:
-    """The file into which a process of the box writes 0 before anything else."""
+    """Return the file into which a process of the box writes 0 before anything else."""
     return CGROUPS / "freezer" / NAME / box / "sys" / "cgroup.procs"
 
 
 def enter(box: str) -> None:
-    """Move this process in."""
+    """Move this process into the cgroup of a box."""
     make(box)
     entrance(box).write_text(str(os.getpid()))
 
 
 def leave() -> None:
-    """Move this process back to the root: `down` leaves it alone from now on."""
+    """Move this process back to the root cgroup, so that `down` does not end it."""
     (CGROUPS / "freezer" / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def set_frozen(box: str, frozen: bool) -> None:
-    """Stop or continue every process of a box, containers included."""
+    """Freeze or thaw all processes of a box, including containers."""
     (CGROUPS / "freezer" / NAME / box / "freezer.state").write_text(
         "FROZEN" if frozen else "THAWED"
     )
 
 
 def is_frozen(box: str) -> bool:
-    """Whether the box is frozen or on its way."""
+    """Return whether the box is frozen or freezing."""
     return (
         CGROUPS / "freezer" / NAME / box / "freezer.state"
     ).read_text().strip() != "THAWED"
 
 
 def pids_below(*parts: str, hierarchy: str = "freezer") -> set[int]:
-    """The processes of a cgroup and all below it."""
+    """Return the processes of a cgroup and its descendants."""
     found: set[int] = set()
     for file in CGROUPS.joinpath(hierarchy, NAME, *parts).glob("**/cgroup.procs"):
         found |= pids_in(file)
@@ -79,7 +79,7 @@ def pids_below(*parts: str, hierarchy: str = "freezer") -> set[int]:
 
 
 def everything() -> set[int]:
-    """Every process that belongs to the bed, in whichever hierarchy it is known."""
+    """Return every process that belongs to the bed in any hierarchy."""
     found: set[int] = set()
     for file in CGROUPS.glob(f"*/{NAME}/**/cgroup.procs"):
         found |= pids_in(file)
@@ -87,7 +87,7 @@ def everything() -> set[int]:
 
 
 def kill(pids: set[int]) -> None:
-    """SIGKILL each; one that is gone already is no news."""
+    """Send SIGKILL to each process, and ignore processes that have already ended."""
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)
@@ -96,9 +96,9 @@ def kill(pids: set[int]) -> None:
 
 
 def end_everything(seconds: float = 60) -> int:
-    """Thaw and kill until nothing is left; how many processes that were.
+    """Thaw and kill until no process is left, and return the number of killed processes.
 
-    Raises BedError when some do not go.
+    Raises BedError if some processes do not end.
     """
     deadline = time.monotonic() + seconds
     killed: set[int] = set()
@@ -118,12 +118,12 @@ def end_everything(seconds: float = 60) -> int:
 
 
 def remove(seconds: float = 60) -> None:
-    """Delete the cgroups, deepest first; the kernel needs a moment after the last process."""
+    """Delete the cgroups, deepest first. The kernel needs some time after the end of the last process."""
     remove_below(seconds=seconds)
 
 
 def remove_below(*parts: str, seconds: float = 60) -> None:
-    """Delete one of them with all below it, in every hierarchy."""
+    """Delete a cgroup and its descendants in every hierarchy."""
     deadline = time.monotonic() + seconds
     for hierarchy in hierarchies():
         for folder in _deepest_first(hierarchy.joinpath(NAME, *parts)):
@@ -151,7 +151,7 @@ def _try_remove(folder: Path) -> bool:
 
 
 def pids_in(file: Path) -> set[int]:
-    """The processes of one cgroup; none where it is gone."""
+    """Return the processes of one cgroup, or none if it no longer exists."""
     try:
         return {int(line) for line in file.read_text().split()}
     except OSError:  # removed between the listing and now

@@ -218,9 +218,10 @@ def run_unit_tests(chart: Path = CHART) -> str:
 
 
 def run_chart_testing() -> None:
-    """`ct lint`: the chart's description and values are sound YAML of the fields that charts have.
+    """Run `ct lint`: it checks that the chart's description and values are valid YAML with the allowed
+    fields.
 
-    Raises BedError with its findings. Versions are not compared with a branch here.
+    Raises BedError with its findings. It does not compare versions with a branch.
     """
     program = toolbox.binary("ct")
     module = json.loads(

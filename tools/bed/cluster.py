@@ -1,4 +1,4 @@
-"""Bringing the bed up and taking it down."""
+"""Starts and stops the bed."""
 
 import functools
 import os
@@ -34,37 +34,37 @@ PROFILES = ("full", "next", "kwok")
 
 
 class Bed:
-    """The bed as a test uses it.
+    """The interface of the bed for tests.
 
-    `up` and `down` are processes of their own, so that the caller is no part of the bed.
+    `up` and `down` run as separate processes, so that the caller is not a process of the bed.
     """
 
     kubeconfig = KUBECONFIG
 
     @staticmethod
     def up(profile: str = "full") -> "Bed":
-        """Bring it up, or find it up; returns when both nodes are Ready. BedError where that fails."""
+        """Start the bed unless it is up. Returns when both nodes are Ready. Raises BedError if this fails."""
         _command("up", "--profile", profile)
         return Bed()
 
     @staticmethod
     def down() -> None:
-        """Take it down, whatever is left of it."""
+        """Stop the bed, also if only parts of it are left."""
         _command("down")
 
     @staticmethod
     def is_up() -> bool:
-        """Whether a bed is there and was brought up completely."""
+        """Return whether a bed exists and was started completely."""
         return state.exists() and state.read().is_complete and boxes.is_up(boxes.CONTROL)
 
     @property
     def api(self) -> Api:
-        """The API server, as admin."""
+        """Return a client of the API server, as admin."""
         return Api(KUBECONFIG)
 
     @property
     def faults(self) -> Faults:
-        """Everything that can be done to it."""
+        """Return the object that injects faults into the bed."""
         return Faults(self.api)
 
 
@@ -84,9 +84,9 @@ def _command(*words: str) -> None:
 
 
 def prepare(profile: str) -> str:
-    """Build whatever a bed of ``profile`` needs, so that no test waits for a compiler.
+    """Build everything that a bed of ``profile`` needs, so that no test waits for a compiler.
 
-    Returns where it lies.
+    Returns a message that contains the path of the cache.
     """
     for name in toolbox.NEEDED[profile]:
         toolbox.build(name)
@@ -100,7 +100,7 @@ def _make_images() -> None:
 
 
 def bring_up(profile: str) -> None:
-    """Everything `up` does. A bed that fails half-way is taken down again, after its logs have spoken."""
+    """Do the work of `up`. If the start fails, print the logs, and stop the bed again."""
     reason = unavailable()
     if reason:
         raise BedError(reason)
@@ -126,7 +126,7 @@ def bring_up(profile: str) -> None:
 
 
 def take_down() -> None:
-    """Everything `down` does; nothing of the bed is left, whatever state it was in."""
+    """Do the work of `down`. Afterwards nothing of the bed is left, whatever state it was in."""
     with state.lock():
         begun = time.monotonic()
         killed = _clear()
@@ -208,7 +208,7 @@ def _start_workers(api: Api) -> None:
 
 
 def _write_cluster_folder() -> None:
-    """The tools for people: kubeconfig, kubectl, helm where it is built, and the way to the logs."""
+    """Write the folder for users: kubeconfig, kubectl, helm if it is built, and a link to the logs."""
     (CLUSTER / "bin").mkdir(parents=True, exist_ok=True)
     pki.write_kubeconfig(keys(), "admin", KUBECONFIG)
     built = [
@@ -229,7 +229,7 @@ def _write_cluster_folder() -> None:
 
 
 def _clear() -> int:
-    """Take down whatever there is; how many processes that ended. The order matters: see each step."""
+    """Stop everything that exists, and return the number of ended processes. Keep the order of the steps."""
     known = state.read() if state.exists() else None
     killed = cgroups.end_everything()  # boxes take their mounts, links and namespaces along
     wait_until(f"the end of the link {BRIDGE_END}", _is_link_gone, seconds=600)
@@ -245,8 +245,8 @@ def _clear() -> int:
 
 
 def _is_link_gone() -> bool:
-    """Ask for it too: the kernel takes it away a moment after its other end, but not where that never came
-    into its box."""
+    """Delete the link, and return whether it is gone. The kernel deletes it after its other end, but not if
+    the other end never entered its box."""
     link = Path("/sys/class/net", BRIDGE_END)
     if link.exists():
         run(["ip", "link", "delete", BRIDGE_END], check=False)

@@ -17,8 +17,7 @@ from bed.places import (
 from bed.shell import wait_until
 
 BOX = boxes.CONTROL
-# What ServiceAccounts of workloads ask for: the proof of which rights an operator uses. Nobody else's
-# requests are kept.
+# Keep only requests of workloads' ServiceAccounts: they show which rights an operator uses.
 AUDIT = """\
 apiVersion: audit.k8s.io/v1
 kind: Policy
@@ -28,10 +27,10 @@ rules:
   - {level: Metadata, userGroups: ["system:serviceaccounts"]}
   - {level: None}
 """
-# Kubelets renew their leases every second, but have to wait on a machine whose cores are all taken. Those of
-# kwok do every 40 s. A node is NotReady after so many seconds without a sign of life.
+# A node is NotReady after this many seconds without a renewed lease. Kubelets renew their leases every second,
+# but later on a machine whose cores are all busy. kwok renews them every 40 s.
 NODE_GRACE = {"full": 12, "next": 12, "kwok": 50}
-# The newer control plane is there for PodGroups, in all versions that it has, so that a client has a choice.
+# Tests of PodGroups use the newer control plane. It serves all versions, so that a client can choose one.
 NEXT_GATES = "--feature-gates=GenericWorkload=true"
 NEXT_APIS = (
     "--runtime-config=scheduling.k8s.io/v1beta1=true,scheduling.k8s.io/v1alpha3=true"

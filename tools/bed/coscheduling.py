@@ -1,5 +1,5 @@
-"""A second scheduler beside the bed's, with the coscheduling plug-in of scheduler-plugins: it places the pods
-of a PodGroup together or not at all."""
+"""A second scheduler next to the bed's own, with the coscheduling plug-in of scheduler-plugins: it schedules
+all pods of a PodGroup together, or none of them."""
 
 import json
 import subprocess
@@ -13,27 +13,27 @@ from bed.places import KUBECONFIG, logs, work
 from bed.shell import BedError, last_lines, wait_until
 
 SCHEDULER: Final = "scheduler-plugins-scheduler"
-"""The name that pods give in ``schedulerName`` to be placed by it, as the project's own chart calls it."""
+"""The ``schedulerName`` of pods that this scheduler places, as in the project's own chart."""
 _MODULE: Final = "sigs.k8s.io/scheduler-plugins"
 
 
 class Coscheduling:
-    """The scheduler, and the type of its groups."""
+    """The scheduler, and the CRD of its groups."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
         self._process: subprocess.Popen[bytes] | None = None
 
     def bring_type(self) -> None:
-        """Bring the PodGroup; nobody reads it before ``start``."""
+        """Create the CRD PodGroup, which is not used before ``start``."""
         folder = toolbox.module("coscheduling", _MODULE) / "manifests/coscheduling"
         definitions.bring(self._api, yaml.safe_load((folder / "crd.yaml").read_text()))
 
     def start(self) -> None:
-        """Start the scheduler; it watches pods when this returns."""
+        """Start the scheduler. It watches pods when this returns."""
         config = work() / "coscheduling.yaml"
         config.write_text(json.dumps(_configuration()))
-        # No port: the bed's own scheduler has the usual one.
+        # Serve no port, because the bed's own scheduler uses the usual port.
         command = [
             toolbox.binary("gang-scheduler"),
             f"--config={config}",
@@ -48,13 +48,13 @@ class Coscheduling:
             raise
 
     def stop(self) -> None:
-        """End it."""
+        """Stop the scheduler."""
         if self._process is not None:
             boxes.end_outside(self._process)
             self._process = None
 
     def remove(self) -> None:
-        """End it, and take the type away with all groups."""
+        """Stop the scheduler, and delete the CRD with all groups."""
         self.stop()
         definitions.take_away(self._api, "podgroups.scheduling.x-k8s.io")
 

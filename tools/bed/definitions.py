@@ -1,4 +1,4 @@
-"""CustomResourceDefinitions of other projects, brought to the bed's API server and taken away again."""
+"""Creates and deletes CustomResourceDefinitions of other projects on the bed's API server."""
 
 from typing import Final
 
@@ -9,7 +9,7 @@ _DEFINITIONS: Final = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 
 
 def bring(api: Api, definition: Object) -> None:
-    """Create the type, or change it to this; it is served when this returns."""
+    """Create or change the type. The API server serves it when this returns."""
     name = definition["metadata"]["name"]
     path = f"{_DEFINITIONS}/{name}"
     api.apply(path, definition)
@@ -25,5 +25,5 @@ def bring(api: Api, definition: Object) -> None:
 
 
 def take_away(api: Api, name: str) -> None:
-    """Delete the type with all of its objects."""
+    """Delete the type and all of its objects."""
     api.delete(f"{_DEFINITIONS}/{name}")

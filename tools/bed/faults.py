@@ -213,8 +213,8 @@ class Faults:
             self._restore_node(entry)
         for entry in NODES:
             self.wait_ready(entry.name)
-            # A kubelet that has just been started writes down with none each device that it has found with
-            # its node as it registers: they are taken away behind that.
+            # A kubelet that has just started registers each device that it finds on its node with the
+            # quantity 0. Remove these devices afterwards.
             for name, resource in sorted(self._devices):
                 if name == entry.name:
                     self.set_gpus(name, 0, resource=resource)
@@ -274,14 +274,14 @@ def _start_if_dead(box: str, name: str, start: Any) -> None:
 
 
 def _pid_inside(pid: int) -> int:
-    """The process id that it has in its container, where the main process has the least.
+    """Return the process's pid in its container. The container's main process has the lowest pid there.
 
-    The machine's own numbers begin again once they are used up, so that a child may have a lower one.
+    Pids of the machine start again at low numbers after an overflow, so a child may have a lower one there.
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text("utf-8")
     except OSError:
-        # It ended meanwhile.
+        # The process ended meanwhile.
         return sys.maxsize
     (line,) = (line for line in status.splitlines() if line.startswith("NSpid:"))
     return int(line.split()[-1])

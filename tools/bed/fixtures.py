@@ -1,5 +1,5 @@
-"""Fixtures for tests on a cluster: `from bed.fixtures import cluster, faults` in the conftest of a room that
-needs them."""
+"""Fixtures for tests on a cluster. Import them in the conftest of a folder that needs them: `from
+bed.fixtures import cluster, faults`."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ BED_PROFILE = "EVERGRAD_BED_PROFILE"  # of the bed that is brought up
 
 @dataclass(frozen=True)
 class Cluster:
-    """The cluster that tests run on: the bed, or one that was named."""
+    """The cluster that tests use: the bed, or the cluster that the environment names."""
 
     kubeconfig: Path
     api: Api
@@ -36,17 +36,17 @@ class Cluster:
 
     @property
     def helm(self) -> Path:
-        """Helm; built first where the cache does not have it."""
+        """Return the path of Helm; build it if the cache does not have it."""
         return toolbox.binary("helm")
 
     @property
     def kubectl(self) -> Path:
-        """kubectl; built first where the cache does not have it."""
+        """Return the path of kubectl; build it if the cache does not have it."""
         return toolbox.binary("kubectl")
 
     def product_images(self) -> tuple[str, str]:
-        """The operator's and the trainer's image: built and loaded into the bed; elsewhere those that are
-        named."""
+        """Return the images of operator and trainer. For the bed, they are built and loaded; for other
+        clusters, the environment names them."""
         if self.is_bed:
             operator, trainer = product_images.ensure()
         else:
@@ -54,24 +54,24 @@ class Cluster:
         return operator, trainer
 
     def earlier_images(self, commit: str, *, tag: str) -> tuple[str, str]:
-        """Both images of an earlier commit, in the bed's nodes."""
+        """Return both images of an earlier commit, loaded into the bed's nodes."""
         operator, trainer = product_images.ensure_earlier(commit, tag=tag)
         return operator, trainer
 
     def load(self, images: Sequence[str | Path]) -> None:
-        """Bring images into the bed's nodes. Another cluster must have them already."""
+        """Load images into the bed's nodes. Another cluster must have them already."""
         if self.is_bed:
             loading.load(images)
 
 
 def other_cluster() -> Path | None:
-    """The kubeconfig that EVERGRAD_E2E_KUBECONFIG names, unless that is the bed's."""
+    """Return the kubeconfig that EVERGRAD_E2E_KUBECONFIG names, or None if that is the bed's own."""
     named = os.environ.get(OTHER_CLUSTER)
     return Path(named) if named and Path(named).resolve() != KUBECONFIG.resolve() else None
 
 
 def require_bed() -> None:
-    """Skip, or fail where nothing may be left out, on a machine that cannot run the bed."""
+    """Skip the test if this machine cannot run the bed, or fail it if no test may be skipped."""
     reason = unavailable()
     if reason and os.environ.get(REQUIRED):
         pytest.fail(
@@ -83,8 +83,8 @@ def require_bed() -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """The cluster named by EVERGRAD_E2E_KUBECONFIG; else the bed, brought up and taken down unless it was up
-    already."""
+    """Yield the cluster that EVERGRAD_E2E_KUBECONFIG names, or else the bed. The bed is started, and stopped
+    afterwards, unless it was already up."""
     file = other_cluster()
     if file is not None:
         yield Cluster(
@@ -103,7 +103,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def faults(cluster: Cluster) -> Iterator[Faults]:
-    """What can be done to the bed; everything is put back after the test. Skipped on any other cluster."""
+    """Yield the fault injector of the bed, and undo all faults after the test. Skips on any other cluster."""
     if not cluster.is_bed:
         pytest.skip(
             f"Faults are done to the bed only; {OTHER_CLUSTER} names another cluster."

@@ -1,5 +1,5 @@
-"""The golden root: a containerd folder with every wanted image unpacked, which nodes clone in
-under a second."""
+"""The golden root: a containerd folder with every wanted image unpacked. A node clones it in less than a
+second."""
 
 import fcntl
 import json
@@ -18,7 +18,7 @@ _SOCKET = STATE / "golden" / "containerd.sock"
 
 
 def root() -> Path:
-    """The golden root, brought up to date with `images.wanted()` first."""
+    """Return the golden root, after adding missing images of `images.wanted()`."""
     home = images.folder() / "golden"
     home.mkdir(parents=True, exist_ok=True)
     with open(home / "lock", "w") as lock:
@@ -62,8 +62,8 @@ def _import(home: Path, todo: dict[str, str]) -> None:
 
 @contextmanager
 def _containerd(home: Path) -> Iterator[None]:
-    """A containerd on the golden root, in a mount namespace of its own: what it mounts ends with it, however
-    it ends."""
+    """Run a containerd on the golden root, in its own mount namespace, so that its mounts end with it in
+    every case."""
     cni = home / "cni"
     cni.mkdir(exist_ok=True)
     (home / "root").mkdir(exist_ok=True)

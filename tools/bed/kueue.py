@@ -60,8 +60,8 @@ class Kueue:
         """Start the manager. ``manages_all``: also manage pods without a queue name."""
         config = self._folder / "config.yaml"
         config.write_text(json.dumps(_configuration(self._folder, manages_all=manages_all)))
-        # It looks for one of its certificates in a folder of /etc whatever its configuration says, and for
-        # nothing else there.
+        # Kueue looks for one of its certificates in a folder of /etc, regardless of its configuration, and
+        # reads nothing else there.
         script = 'mount --bind "$0" /etc && exec "$@"'
         command: list[object] = [
             *("unshare", "--mount", "--propagation", "private"),
@@ -163,7 +163,7 @@ def _configuration(folder: Path, *, manages_all: bool) -> Object:
         "webhook": {"port": _PORT, "certDir": str(folder / "certs")},
         "internalCertManagement": {"enable": False},
         "leaderElection": {"leaderElect": False},
-        # It would need an API server of its own, registered with the bed's.
+        # This feature would need its own API server, registered with the bed's.
         "featureGates": {"VisibilityOnDemand": False},
         "controller": {
             "groupKindConcurrency": {

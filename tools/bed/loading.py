@@ -1,4 +1,4 @@
-"""Bringing images into running nodes: only the layers a node does not hold."""
+"""Loads images into running nodes. A node receives only the layers that it does not have."""
 
 import time
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from bed.places import NODES, Node, work
 def load(items: Sequence[str | Path]) -> None:
     """Load images by name, or archives by path, into every running node.
 
-    Images by name are kept for later beds too (at once where no bed is up, else when the next one starts). A
-    path is either what `images.archive` returned, which counts as the name, or a tar of an image, which goes
-    to the running nodes only.
+    Images by name are also kept for later beds: immediately if no bed is up, otherwise when the next bed
+    starts. A path is either a result of `images.archive`, which counts as a name, or a tar of an image, which
+    is loaded only into the running nodes.
     """
     running = [entry for entry in NODES if boxes.is_up(entry.name)]
     for item in items:

@@ -1,4 +1,4 @@
-"""One node's box: containerd, kubelet and kube-proxy with their configurations."""
+"""Starts one node's box: containerd, kubelet and kube-proxy with their configurations."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from bed.shell import run, wait_until
 
 SOCKET = "/run/containerd/containerd.sock"  # of the node's own /run
 PAUSE = "localhost/pause:local"
-READY = b"Start streaming server"  # the last thing it says before its answers to the kubelet are no refusals
+READY = b"Start streaming server"  # the last line in its log before it accepts requests of the kubelet
 _OFF = ("aufs", "btrfs", "devmapper", "zfs")
 _IPV6_SYSCTLS = (
     "sysctl -qw net.ipv6.conf.all.forwarding=1 net.bridge.bridge-nf-call-ip6tables=1"
@@ -46,9 +46,10 @@ oom_score = 0
 
 
 def init_script(node: Node) -> str:
-    """What the box does first.
+    """Return the script that the box runs first.
 
-    Own /run, /var/lib and /var/log: default paths stay, and the machine's own are not touched.
+    It mounts its own /run, /var/lib and /var/log, so that default paths can be used without changing the
+    machine's.
     """
     home = work() / node.name
     return f"""mount --make-rshared /
@@ -65,9 +66,9 @@ sysctl -qw net.bridge.bridge-nf-call-iptables=1
 
 
 def containerd_configuration(root: Path, state: str, socket: str, cni: Path) -> str:
-    """containerd's config.toml.
+    """Return containerd's config.toml.
 
-    The settings for out-of-memory scores are what a machine without CAP_SYS_RESOURCE needs.
+    A machine without CAP_SYS_RESOURCE needs the settings for out-of-memory scores.
     """
     kinds = [f'"io.containerd.snapshotter.v1.{name}"' for name in _OFF]
     runc = shutil.which("runc") or "/usr/sbin/runc"
@@ -84,7 +85,8 @@ def containerd_configuration(root: Path, state: str, socket: str, cni: Path) -> 
 
 
 def prepare(node: Node, golden: Path | None) -> None:
-    """Folders and configurations. `golden` is containerd's folder with every image in it, cloned by links."""
+    """Write folders and configurations. `golden`: containerd's folder with all images, which is cloned by
+    links."""
     home = work() / node.name
     for folder in ("varlib", "varlog", "cni"):
         (home / folder).mkdir(parents=True, exist_ok=True)
@@ -101,8 +103,8 @@ def prepare(node: Node, golden: Path | None) -> None:
 
 
 def clone(golden: Path, target: Path) -> None:
-    """A node's copy of the golden root: hard links, for nobody writes a committed layer; only the databases
-    are copied."""
+    """Clone the golden root for a node with hard links, because committed layers are never written. Only the
+    databases are copied."""
     run(["cp", "-al", golden, target])
     for database in golden.rglob("*.db"):
         copy = target / database.relative_to(golden)
@@ -111,7 +113,7 @@ def clone(golden: Path, target: Path) -> None:
 
 
 def start_box(node: Node) -> None:
-    """The box, its cable and its containerd: everything that needs no API server."""
+    """Start the box, its link to the bridge, and its containerd: everything that needs no API server."""
     boxes.start(node.name, init_script(node))
     boxes.connect_node(node)
     log = log_of(node, "containerd")
@@ -126,9 +128,9 @@ def start_box(node: Node) -> None:
 
 
 def start_kubelet(node: Node) -> None:
-    """The kubelet, which registers the node.
+    """Start the kubelet, which registers the node.
 
-    It would end at once if it came before containerd can answer it.
+    Wait for containerd first, because a kubelet without it exits immediately.
     """
     begun = int((work() / node.name / "containerd.begun").read_text())
     log = log_of(node, "containerd")
@@ -149,7 +151,7 @@ def start_kubelet(node: Node) -> None:
 
 
 def start_proxy(node: Node) -> None:
-    """kube-proxy: Services, by nftables of the node's own network namespace."""
+    """Start kube-proxy, which implements Services with nftables in the node's network namespace."""
     boxes.spawn(
         node.name,
         "kube-proxy",
@@ -158,7 +160,7 @@ def start_proxy(node: Node) -> None:
 
 
 def is_ready(api: Api, node: Node, *, since: datetime | None = None) -> bool:
-    """Whether the API server shows the node Ready; with `since`, by a heartbeat of a later second."""
+    """Return whether the API server shows the node as Ready; with `since`, by a heartbeat after that time."""
     try:
         found = api.get(f"/api/v1/nodes/{node.name}")
     except (ApiError, OSError):
@@ -177,12 +179,12 @@ def is_ready(api: Api, node: Node, *, since: datetime | None = None) -> bool:
 
 
 def log_of(node: Node, name: str) -> Path:
-    """The log of one of the node's daemons."""
+    """Return the path of the log of one of the node's daemons."""
     return logs() / f"{node.name}-{name}.log"
 
 
 def ctr(node: Node, *words: str | Path) -> str:
-    """containerd's own command in the namespace of the kubelet's images."""
+    """Run containerd's own command in the namespace of the kubelet's images, and return its output."""
     return boxes.inside(
         node.name, ["ctr", "--address", SOCKET, "--namespace", "k8s.io", *words]
     )

@@ -1,4 +1,4 @@
-"""Certificates and kubeconfigs: openssl makes one pair per command, all at once."""
+"""Certificates and kubeconfigs. openssl creates one pair per command, and the commands run in parallel."""
 
 import base64
 import json
@@ -15,19 +15,19 @@ CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-day
 
 @dataclass(frozen=True)
 class Certificate:
-    """One pair: its subject, what it is for, and the names a server's pair stands for."""
+    """A certificate and key: the subject and, for a server, its names."""
 
     subject: str
     names: str = ""  # as in subjectAltName; empty for a client
 
     @property
     def use(self) -> str:
-        """The extended key usage."""
+        """Return the extended key usage."""
         return "serverAuth" if self.names else "clientAuth"
 
 
 def certificates() -> dict[str, Certificate]:
-    """Every pair the bed needs, by file name."""
+    """Return every pair that the bed needs, by file name."""
     services = (
         "kubernetes",
         "kubernetes.default",
@@ -68,7 +68,7 @@ def certificates() -> dict[str, Certificate]:
 
 
 def write(folder: Path) -> None:
-    """Make the authority, every pair, the ServiceAccount key, and a kubeconfig for each client."""
+    """Create the authority, every pair, the ServiceAccount key, and a kubeconfig for each client."""
     folder.mkdir(parents=True, mode=0o700, exist_ok=True)
     authority: list[object] = [
         "openssl",
@@ -106,7 +106,7 @@ def write(folder: Path) -> None:
 
 
 def write_kubeconfig(folder: Path, name: str, target: Path) -> None:
-    """A kubeconfig of the pair `name` that carries its certificates, so that it can be copied anywhere."""
+    """Write a kubeconfig for the pair `name`. It contains the certificates, so it can be copied anywhere."""
     cluster = {"server": API_SERVER, "certificate-authority-data": _data(folder / "ca.crt")}
     user = {
         "client-certificate-data": _data(folder / f"{name}.crt"),
@@ -125,7 +125,7 @@ def write_kubeconfig(folder: Path, name: str, target: Path) -> None:
 
 
 def sign(folder: Path, name: str, pair: Certificate) -> None:
-    """Make one pair, signed by the authority in the folder."""
+    """Create one pair, signed by the authority in the folder."""
     command: list[object] = [
         "openssl",
         "req",

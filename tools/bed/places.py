@@ -1,5 +1,5 @@
-"""Where everything of the bed lies, and the addresses it uses: all fixed, but for the number of the bed
-(EVERGRAD_BED) and its families of addresses (EVERGRAD_BED_FAMILIES)."""
+"""Paths and addresses of the bed. They are fixed, except for the number of the bed (EVERGRAD_BED) and its
+address families (EVERGRAD_BED_FAMILIES)."""
 
 import os
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CLUSTER = REPOSITORY / f".cluster{NUMBER or ''}"
 KUBECONFIG = CLUSTER / "kubeconfig"
 
-# Of the machine and not of a clone: bridges, cgroups and sysctls are too. The nodes have a /run of their own
-# and do not see it.
+# This folder belongs to the machine, not to a clone of the repository, like bridges, cgroups and sysctls. The
+# nodes have their own /run and do not see it.
 STATES = Path("/run/evergrad-beds")
 STATE = STATES / NAME
 
@@ -140,9 +140,9 @@ def node_named(name: str) -> Node:
 
 
 def cache() -> Path:
-    """The folder outside the tree for what is made once: binaries, images.
+    """Return the folder, outside the repository, for files that are built once: binaries and images.
 
-    Also the bed's scratch, which must share its disk.
+    It is also the bed's scratch folder, which must be on the same disk.
     """
     named = os.environ.get("EVERGRAD_CACHE")
     if named:

@@ -1,4 +1,4 @@
-"""The state of a process, as the kernel has it."""
+"""Reads the state of processes from the kernel."""
 
 import contextlib
 import os
@@ -6,11 +6,10 @@ from pathlib import Path
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process can still do anything: a dead one that nobody has reaped cannot, though its number is
-    still taken.
+    """Return whether a process can still run. A zombie cannot, although its number is still in use.
 
-    One whose first thread has ended is alive while another thread is, as for a moment behind SIGKILL: it
-    holds its files and ports until then.
+    A process whose first thread has ended is alive while another thread runs, for example for a short time
+    after SIGKILL: until then it holds its files and ports.
     """
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
@@ -25,8 +24,8 @@ def is_alive(pid: int) -> bool:
 
 
 def children_of(pid: int) -> list[int]:
-    """The children of a process's first thread, dead ones that are not reaped too; none where there is no
-    such process."""
+    """Return the children of a process's first thread, including zombies, or nothing if there is no such
+    process."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     except OSError:
@@ -35,7 +34,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def workers_of(pid: int) -> list[int]:
-    """The children of a node but for its own helpers, which are in its process group."""
+    """Return the children of a node, except its own helpers, which are in its process group."""
     found = []
     for child in children_of(pid):
         try:

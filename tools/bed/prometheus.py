@@ -1,8 +1,9 @@
-"""Prometheus beside the bed: built from its module, and configured from monitors and rules by Prometheus
-Operator's own code (tools/promconfig).
+"""Runs Prometheus next to the bed. It is built from its module, and configured from monitors and rules by
+Prometheus Operator's own code (tools/promconfig).
 
-It is a process of the machine, from where all pods are reached. It finds its targets at the API server, as the
-ServiceAccount ``prometheus`` of NAMESPACE, with the rights that Prometheus has in a cluster.
+Prometheus is a process of the machine, from which all pods are reachable. It finds its targets through the
+API server as the ServiceAccount ``prometheus`` of NAMESPACE, with the rights that Prometheus has in a
+cluster.
 """
 
 import contextlib
@@ -27,14 +28,14 @@ from bed.places import pki as keys
 from bed.shell import BedError, last_lines, run, wait_until
 
 NAMESPACE: Final = "monitoring"
-"""Namespace that the policies of runs let to their metrics by default."""
+"""Namespace that the NetworkPolicies of runs allow to scrape metrics by default."""
 GROUP: Final = "/apis/monitoring.coreos.com/v1"
 KINDS: Final = ("podmonitors", "servicemonitors", "prometheusrules")
 _OPERATOR: Final = "github.com/prometheus-operator/prometheus-operator"
 _NEWEST: Final = "v3.3.0"
-"""Newest Prometheus that this release of the operator knows; all later ones read its configuration."""
+"""Newest Prometheus that this release of the operator supports; later releases accept its configuration."""
 _VARIABLES: Final = {"$(SHARD)": "0", "$(POD_NAME)": "prometheus-0"}
-"""Variables that the operator's sidecar fills in beside each Prometheus."""
+"""Variables that the operator's sidecar fills in next to each Prometheus."""
 _RIGHTS: Final = [
     {
         "apiGroups": [""],
@@ -54,18 +55,18 @@ _RIGHTS: Final = [
 
 @dataclass(frozen=True)
 class Configuration:
-    """What Prometheus Operator makes for a Prometheus: its configuration, and its rule files by name."""
+    """The output of Prometheus Operator for a Prometheus: its configuration, and its rule files by name."""
 
     text: str
     rules: Mapping[str, str]
 
     @property
     def jobs(self) -> dict[str, Any]:
-        """Scrape configurations by the name of their job."""
+        """Return the scrape configurations by job name."""
         return {one["job_name"]: one for one in yaml.safe_load(self.text)["scrape_configs"]}
 
     def write(self, folder: Path) -> Path:
-        """Write all files below ``folder``; the path of the configuration."""
+        """Write all files below ``folder``, and return the path of the configuration."""
         (folder / "rules").mkdir(parents=True, exist_ok=True)
         for name, text in self.rules.items():
             (folder / "rules" / name).write_text(text)
@@ -81,10 +82,10 @@ class Configuration:
 def describe_server(
     labels: Mapping[str, str], *, interval: str, api: Mapping[str, Any] | None = None
 ) -> Object:
-    """A Prometheus object that selects monitors and rules by these labels in all namespaces.
+    """Return a Prometheus object that selects monitors and rules with these labels in all namespaces.
 
-    ``interval``: time between two evaluations of rules. ``api``: where and as whom it finds its targets;
-    default: as a pod does.
+    ``interval``: time between two evaluations of rules. ``api``: address and credentials of the API server;
+    the default is the access of a pod.
     """
     by_label = {"matchLabels": dict(labels)}
     selectors: Object = {}
@@ -110,9 +111,9 @@ def describe_server(
 def configure(
     server: Object, objects: Sequence[Object], *, namespaces: Sequence[str]
 ) -> Configuration:
-    """What the operator makes for ``server`` of these monitors and rules.
+    """Return the operator's configuration of ``server`` for these monitors and rules.
 
-    Raises BedError with its reason where it would refuse one.
+    Raises BedError with the operator's reason if it would refuse one of them.
     """
     question = {
         "prometheus": server,
@@ -124,8 +125,8 @@ def configure(
 
 
 def check(configuration: Configuration, folder: Path) -> str:
-    """`promtool check config` of the files below ``folder``, with the rules. Raises BedError with its
-    findings."""
+    """Run `promtool check config` on the files below ``folder``, including the rules. Raises BedError with
+    its findings."""
     path = configuration.write(folder)
     return run([toolbox.binary("promtool"), "check", "config", path])
 
@@ -134,15 +135,15 @@ def check(configuration: Configuration, folder: Path) -> str:
 
 
 class Client:
-    """The HTTP API of a Prometheus at a port of this machine."""
+    """The HTTP API of a Prometheus on a port of this machine."""
 
     def __init__(self, port: int) -> None:
         self._root = f"http://127.0.0.1:{port}/api/v1/"
 
     def get(self, path: str, **parameters: str) -> Any:
-        """The data of an answer.
+        """Return the data of a response.
 
-        Raises ValueError with Prometheus' words where it refuses, and OSError where it is not ready.
+        Raises ValueError with Prometheus' message if it refuses the request, and OSError if it is not ready.
         """
         query = f"?{urllib.parse.urlencode(parameters)}" if parameters else ""
         try:
@@ -154,7 +155,7 @@ class Client:
             raise ValueError(f"{path}: {error.code} {error.read().decode()}") from error
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The vector of an instant query; a scalar is a vector of one."""
+        """Return the vector of an instant query; a scalar becomes a vector with one element."""
         data = self.get("query", query=expression)
         if data["resultType"] == "scalar":
             return [{"metric": {}, "value": data["result"]}]
@@ -164,7 +165,7 @@ class Client:
     def query_since(
         self, expression: str, begin: float, *, step: float
     ) -> list[dict[str, Any]]:
-        """The series of a range query from ``begin``, in seconds since 1970, until now."""
+        """Return the series of a range query from ``begin``, in seconds since 1970, until now."""
         data = self.get(
             "query_range",
             query=expression,
@@ -176,7 +177,7 @@ class Client:
         return found
 
     def find_selectors(self, expression: str) -> set[str]:
-        """The selectors of series in an expression, as Prometheus parses it."""
+        """Return the series selectors in an expression, as parsed by Prometheus."""
         found = set()
         for one in _walk(self.get("parse_query", query=expression)):
             matchers = [
@@ -188,13 +189,13 @@ class Client:
         return found
 
     def targets(self) -> list[dict[str, Any]]:
-        """The targets that are scraped, with their labels, health and last error."""
+        """Return the targets that are scraped, with their labels, health and last error."""
         found: list[dict[str, Any]] = self.get("targets", state="active")["activeTargets"]
         return found
 
 
 def _walk(node: Any) -> Iterator[dict[str, Any]]:
-    """All selectors at or below a node of a parsed expression."""
+    """Yield all selectors in a node of a parsed expression and its descendants."""
     if isinstance(node, list):
         for one in node:
             yield from _walk(one)
@@ -212,9 +213,9 @@ def serve(
     *,
     is_beside_the_bed: bool = False,
 ) -> Iterator[Client]:
-    """A Prometheus that runs inside the block, with its files below ``folder``.
+    """Run a Prometheus inside the block, with its files below ``folder``.
 
-    ``is_beside_the_bed``: it also ends with the bed, which has its log.
+    ``is_beside_the_bed``: it also ends with the bed, and its log is among the bed's logs.
     """
     path = configuration.write(folder)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -264,7 +265,7 @@ def _spawn(command: Sequence[object], log: Path) -> "subprocess.Popen[bytes]":
 
 
 def install_types(api: Api) -> None:
-    """Bring the kinds of monitors and rules to the API server; they stay as long as the bed does."""
+    """Install the CRDs of monitors and rules on the API server. They stay as long as the bed exists."""
     folder = toolbox.module("promconfig", _OPERATOR) / "example/prometheus-operator-crd"
     for kind in KINDS:
         one = yaml.safe_load((folder / f"monitoring.coreos.com_{kind}.yaml").read_text())
@@ -272,13 +273,13 @@ def install_types(api: Api) -> None:
 
 
 def remove_types(api: Api) -> None:
-    """Take them away again, with all objects of these kinds."""
+    """Delete these CRDs with all of their objects."""
     for kind in KINDS:
         definitions.take_away(api, f"{kind}.monitoring.coreos.com")
 
 
 def read_objects(api: Api) -> list[Object]:
-    """All monitors and rules of the cluster, as the API server has them."""
+    """Return all monitors and rules of the cluster."""
     found = []
     for kind in KINDS:
         listed = api.get(f"{GROUP}/{kind}")
@@ -289,7 +290,8 @@ def read_objects(api: Api) -> list[Object]:
 
 
 def grant_access(api: Api, folder: Path) -> Object:
-    """Create NAMESPACE and the ServiceAccount; what describe_server calls ``api``, its files in ``folder``."""
+    """Create NAMESPACE and the ServiceAccount, with files in ``folder``. Returns ``api`` of
+    `describe_server`."""
     accounts = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts"
     rights = "/apis/rbac.authorization.k8s.io/v1"
     name = {"name": "prometheus"}

@@ -1,4 +1,4 @@
-"""Whether the bed can run here, said in one line."""
+"""Checks whether the bed can run on this machine."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ import sys
 from bed import toolbox
 from bed.places import CGROUPS
 
-# Command → the Debian package that brings it.
+# Command → the Debian package that contains it.
 COMMANDS = {
     "containerd": "containerd",
     "runc": "runc",
@@ -27,7 +27,7 @@ HIERARCHIES = ("freezer", "memory", "cpu", "cpuset", "pids")
 
 
 def missing_packages() -> list[str]:
-    """Debian packages that the bed uses and whose commands are not on PATH."""
+    """Return the Debian packages that the bed needs and whose commands are not on PATH."""
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
     missing = [
         package
@@ -40,7 +40,7 @@ def missing_packages() -> list[str]:
 
 
 def unavailable() -> str | None:
-    """Why the bed cannot run on this machine, in one line; None where it can."""
+    """Return why the bed cannot run on this machine, in one line, or None if it can."""
     if sys.platform != "linux":
         return f"The bed needs Linux; this is {sys.platform}. Name another cluster with EVERGRAD_E2E_KUBECONFIG."
     if os.geteuid() != 0:

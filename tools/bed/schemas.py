@@ -1,5 +1,5 @@
-"""JSON schemas for kubeconform, made here: Kubernetes' own from the module the bed is built from, those of
-Prometheus Operator, Argo CD and Flux from their modules, ours from the CRD."""
+"""JSON schemas for kubeconform: Kubernetes' own from the module that the bed is built from, the schemas of
+Prometheus Operator, Argo CD and Flux from their modules, and ours from the CRD."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ _REFERENCE = "#/definitions/"
 
 @dataclass(frozen=True)
 class _Definitions:
-    """Files of a module with definitions of others' kinds. ``digest``: as `go mod download` computes it."""
+    """Files of a module that define other projects' kinds. ``digest``: as computed by `go mod download`."""
 
     module: str
     digest: str
@@ -47,9 +47,10 @@ _FLUX = _Definitions(
 
 
 def of_kubernetes() -> Path:
-    """The folder of KIND-GROUP-VERSION.json for every kind of the pinned Kubernetes; converted once.
+    """Return the folder with KIND-GROUP-VERSION.json for every kind of the pinned Kubernetes. Converts them
+    once.
 
-    Raises BedError.
+    Raises BedError if Go is not installed.
     """
     if shutil.which("go") is None:
         raise BedError(
@@ -80,32 +81,32 @@ def of_kubernetes() -> Path:
 
 
 def of_ours(folder: Path) -> Path:
-    """Write the CRD's schema into `folder`, as strict as the API server is under `--validate=strict`; returns
-    the folder."""
+    """Write the CRD's schema into `folder`, as strict as the API server with `--validate=strict`; return the
+    folder."""
     _write_crd(REPOSITORY / "crds/trainingrun.yaml", folder)
     return folder
 
 
 def of_monitoring() -> Path:
-    """The folder with schemas of what the chart makes for Prometheus Operator.
+    """Return the folder with schemas of the objects that the chart creates for Prometheus Operator.
 
-    Raises BedError.
+    Raises BedError if Go is not installed or the module differs from the pinned one.
     """
     return _of_others(_MONITORING)
 
 
 def of_gitops() -> tuple[Path, ...]:
-    """The folders with schemas of Argo CD's Applications and Flux' Kustomizations.
+    """Return the folders with schemas of Argo CD's Applications and Flux' Kustomizations.
 
-    Raises BedError.
+    Raises BedError if Go is not installed or a module differs from the pinned one.
     """
     return _of_others(_ARGO), _of_others(_FLUX)
 
 
 def _of_others(wanted: _Definitions) -> Path:
-    """The folder of a module's schemas; made once.
+    """Return the folder with a module's schemas. Converts them once.
 
-    Raises BedError, also where the module is not the one that is pinned.
+    Raises BedError if Go is not installed or the module differs from the pinned one.
     """
     if shutil.which("go") is None:
         raise BedError(
@@ -116,7 +117,7 @@ def _of_others(wanted: _Definitions) -> Path:
     name = f"{path.rpartition('/')[2]}@{wanted.module.partition('@')[2]}"
     folder = cache() / "schemas" / f"{name}-{_RECIPE}"
     if not folder.is_dir():
-        # Anywhere but in a module: only this one is wanted, none of the hundreds it is built from.
+        # Run this outside of a module, to download only this module and none of its hundreds of dependencies.
         module = json.loads(
             run(["go", "mod", "download", "-json", wanted.module], directory=Path("/"))
         )
@@ -144,8 +145,8 @@ def _write_crd(file: Path, folder: Path) -> None:
 
 
 def file_name(*, group: str, version: str, kind: str) -> str:
-    """As kubeconform's `{{ .ResourceKind }}{{ .KindSuffix }}.json` has it: the first part of the
-    group only."""
+    """Return the name that kubeconform expects: `{{ .ResourceKind }}{{ .KindSuffix }}.json`, with only the
+    first part of the group."""
     return (
         "-".join(
             part
@@ -157,10 +158,10 @@ def file_name(*, group: str, version: str, kind: str) -> str:
 
 
 def strict(schema: Any, *, is_top: bool = False, is_rule: bool = False) -> Any:
-    """The schema with unknown fields refused wherever fields are listed, and with what JSON Schema calls
-    differently.
+    """Return the schema with unknown fields refused wherever fields are listed, converted to plain JSON
+    Schema.
 
-    ``is_rule``: a part of allOf, anyOf, oneOf or not, which lists only the fields it is about.
+    ``is_rule``: a part of allOf, anyOf, oneOf or not, which lists only the fields that it restricts.
     """
     if not isinstance(schema, dict):
         return schema
@@ -194,7 +195,7 @@ def strict(schema: Any, *, is_top: bool = False, is_rule: bool = False) -> Any:
 
 
 def _closed(name: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    """One definition with all it refers to, as a schema of its own."""
+    """Return one definition, with all definitions that it refers to, as a separate schema."""
     needed: set[str] = set()
     waiting = [name]
     while waiting:
@@ -210,7 +211,8 @@ def _closed(name: str, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _relaxed(name: str, schema: Any) -> Any:
-    """Quantities and the like are written as numbers too, though the specification calls them strings."""
+    """Accept numbers for quantities and similar types, although the specification declares them as
+    strings."""
     if name.endswith((".Quantity", ".IntOrString")):
         return {"type": ["string", "number"]}
     return schema

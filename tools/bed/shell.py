@@ -1,4 +1,4 @@
-"""Running commands: every failure names the command and carries what it said."""
+"""Runs commands. The error of a failed command contains the command and its output."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class BedError(Exception):
-    """The bed cannot do what it was asked; the message says why and what to do."""
+    """The bed cannot perform an operation. The message contains the reason and a remedy."""
 
 
 def run(
@@ -20,9 +20,9 @@ def run(
     timeout: float = 600,
     check: bool = True,
 ) -> str:
-    """Run and return stdout.
+    """Run a command and return its stdout.
 
-    `environment` is added to ours. Raises BedError with the last lines of what it printed.
+    `environment` is added to our environment. Raises BedError with the last lines of the output.
     """
     words = [str(word) for word in command]
     try:
@@ -50,14 +50,15 @@ def run(
 
 
 def git(*words: object, directory: Path) -> str:
-    """Run git and return stdout, also in a folder that belongs to another user. Raises BedError."""
+    """Run git and return its stdout, also in a folder of another user. Raises BedError."""
     return run(["git", "-c", "safe.directory=*", *words], directory=directory)
 
 
 def wait_until(
     what: str, condition: Callable[[], bool], *, seconds: float, pause: float = 0.05
 ) -> float:
-    """Ask until true; the seconds it took. BedError names `what` after `seconds`."""
+    """Wait until the condition is true, and return the seconds. Raises BedError, naming `what`, after
+    `seconds`."""
     begun = time.monotonic()
     while not condition():
         if time.monotonic() - begun > seconds:
@@ -67,7 +68,7 @@ def wait_until(
 
 
 def last_lines(file: Path, number: int = 15) -> str:
-    """The end of a log, for an error message."""
+    """Return the last lines of a log, for an error message."""
     try:
         return "\n".join(file.read_text(errors="replace").splitlines()[-number:])
     except OSError as error:

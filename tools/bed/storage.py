@@ -1,7 +1,7 @@
-"""The provisioner behind the classes `shared` and `single`: one directory per claim, the same in both nodes.
+"""The provisioner of the classes `shared` and `single`: one directory per claim, the same in both nodes.
 
-Runs as a process of the bed, for as long as the bed does. Volumes are of type `local`, for which
-the kubelet applies fsGroup. A small or annotated claim gets a file system of its own size, so that it can be
+It runs as a process of the bed as long as the bed exists. Volumes have the type `local`, for which the
+kubelet applies fsGroup. A small or annotated claim gets a file system of its own size, so that it can become
 full.
 """
 
@@ -62,7 +62,7 @@ def _follow(api: Api, path: str, act: Any) -> None:
 
 
 def provision(api: Api, claim: Object) -> None:
-    """Make the directory and the volume of a claim of our classes that has none yet."""
+    """Create the directory and the volume of a claim of our classes that has none yet."""
     spec, metadata = claim["spec"], claim["metadata"]
     storage_class = spec.get("storageClassName")
     if (
@@ -107,7 +107,7 @@ def provision(api: Api, claim: Object) -> None:
 
 
 def delete_if_released(api: Api, volume: Object) -> None:
-    """Delete the directory and the volume of a claim that is gone."""
+    """Delete the directory and the volume of a claim that no longer exists."""
     if volume["spec"].get("storageClassName") not in (STORAGE_CLASS, SINGLE_CLASS):
         return
     if volume["spec"]["persistentVolumeReclaimPolicy"] != "Delete":
@@ -130,14 +130,14 @@ def delete_if_released(api: Api, volume: Object) -> None:
 
 
 def mount(box: str, name: str) -> None:
-    """Mount a limited volume in a box: every box has its own mounts, and all of them must share one loop
+    """Mount a limited volume in a box. Every box has its own mounts, but all of them must share one loop
     device."""
     if f" {volumes() / name} " in Path(f"/proc/{boxes.pid_of(box)}/mountinfo").read_text():
         return
     listed = run(
         ["losetup", "--noheadings", "--output", "NAME", "--associated", _image(name)]
     ).split()
-    # The control plane's box comes first and stays: the device lives as long as any mount of it.
+    # The control plane's box is first and never stops. The device exists as long as any mount of it.
     source = [listed[0]] if listed else ["--options", "loop", str(_image(name))]
     boxes.inside(box, ["mount", "--types", "ext4", *source, volumes() / name])
     if not listed:
@@ -145,13 +145,13 @@ def mount(box: str, name: str) -> None:
 
 
 def mount_all(box: str) -> None:
-    """Mount every limited volume in a box that has just been started again."""
+    """Mount every limited volume in a box that has just restarted."""
     for file in sorted(volumes().glob("*.ext4")):
         mount(box, file.stem)
 
 
 def size_in_bytes(quantity: str) -> int:
-    """A Kubernetes quantity of storage, for instance 64Mi."""
+    """Return the bytes of a Kubernetes storage quantity; for example, 64Mi returns 67108864."""
     number = quantity.rstrip("KMGTik")
     return int(float(number) * _UNITS[quantity[len(number) :]])
 

@@ -1,4 +1,4 @@
-"""The workflows for GitHub, checked by actionlint: their keys, expressions, events and references to actions.
+"""Checks the workflows for GitHub with actionlint: their keys, expressions, events and references to actions.
 
 python -m bed.workflows     a part of `make github-lint`
 """
@@ -14,14 +14,16 @@ from bed.shell import BedError
 
 
 def main() -> int:
-    """0: sound, or actionlint cannot be built on a machine of a developer; 1 with the findings."""
+    """Return 0 if they are valid, or if a developer's machine cannot build actionlint; return 1 with the
+    findings."""
     is_buildable = shutil.which("go") is not None or not toolbox.missing(("actionlint",))
     if not is_buildable and os.environ.get("CI") != "true":
         print("actionlint: left out. It is built with Go, which is not installed.")
         return 0
     files = sorted((REPOSITORY / ".github/workflows").glob("*.y*ml"))
     try:
-        # Without the two programs that it would call if they were installed: findings are the same everywhere.
+        # Disable the two programs that actionlint would call if they were installed, so that the findings are
+        # the same on every machine.
         program = toolbox.binary("actionlint")
         command = [str(program), "-shellcheck=", "-pyflakes=", *map(str, files)]
     except BedError as error:
