@@ -96,7 +96,7 @@ def cases() -> Iterator[tuple[FieldPath, str, Any]]:
 CASES = list(cases())
 
 
-def test_there_are_bounds_of_each_kind() -> None:
+def test_the_definition_has_bounds_of_each_kind() -> None:
     kinds = {
         "maxLength",
         "minLength",
@@ -117,7 +117,7 @@ def test_there_are_bounds_of_each_kind() -> None:
     CASES,
     ids=[f"{format_path(path)}-{word}" for path, word, _ in CASES],
 )
-def test_a_value_just_outside_of_a_bound_is_refused_by_the_path_of_its_field(
+def test_a_value_just_outside_a_bound_is_refused_with_the_path_of_its_field(
     path: FieldPath, word: str, value: Any
 ) -> None:
     _, problems = check_run({**HEAD, **placed(path, value)})
@@ -129,7 +129,7 @@ def test_a_value_just_outside_of_a_bound_is_refused_by_the_path_of_its_field(
     assert all(text.endswith((".", "?")) for text in found)
 
 
-def test_the_command_says_where_what_why_and_what_to_do(
+def test_the_command_reports_where_what_why_and_a_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overlay = tmp_path / "overlay.yaml"
@@ -145,7 +145,7 @@ def test_the_command_says_where_what_why_and_what_to_do(
     assert "error: spec.template.priorityClassName: 'aaaa" in said
 
 
-def test_a_problem_of_the_whole_spec_hides_none_of_its_parts() -> None:
+def test_a_problem_of_the_whole_spec_does_not_hide_problems_of_its_parts() -> None:
     """Neither training nor script is set, and a volume has a wrong mode."""
     volume = {"name": "a", "configMap": {"name": "a", "defaultMode": 512}}
     _, problems = check_run({**HEAD, "spec": {"template": {"volumes": [volume]}}})
@@ -156,7 +156,7 @@ def test_a_problem_of_the_whole_spec_hides_none_of_its_parts() -> None:
 
 
 @pytest.mark.parametrize("where", ["metadata", "spec.template"])
-def test_annotations_are_bounded_together_as_an_api_server_bounds_them(where: str) -> None:
+def test_annotations_are_bounded_in_total_like_in_the_api_server(where: str) -> None:
     def problems(length: int) -> list[str]:
         # Each of them is within the definition's own bounds.
         texts = {f"a{number:02}": "a" * (length - 3) for number in range(64)}

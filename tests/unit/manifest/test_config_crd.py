@@ -49,7 +49,7 @@ NODES = dict(nodes(build_root()))
 PLAIN = {path: node for path, node in NODES.items() if path not in ("", "metadata")}
 
 
-def test_every_field_says_what_it_is() -> None:
+def test_every_field_has_a_description() -> None:
     for path, node in PLAIN.items():
         assert re.match(
             r"[A-Z`(<]|fp32|torch|jsonl|wsd|tokens", node.get("description", "")
@@ -57,7 +57,7 @@ def test_every_field_says_what_it_is() -> None:
         assert "``" not in node["description"] and "\n" not in node["description"]
 
 
-def test_fields_of_the_models_say_their_default_or_that_they_are_needed() -> None:
+def test_field_descriptions_state_the_default_or_that_the_field_is_required() -> None:
     for field in walk_fields(TrainingRun):
         if (
             field.path.startswith("spec.")
@@ -68,7 +68,7 @@ def test_fields_of_the_models_say_their_default_or_that_they_are_needed() -> Non
             assert "default" in text.casefold() or "required" in text, field.path
 
 
-def test_the_definition_has_each_field_of_the_models_and_no_other() -> None:
+def test_the_definition_has_exactly_the_fields_of_the_models() -> None:
     ours = {
         field.path for field in walk_fields(TrainingRun) if field.path.startswith("spec")
     } - set(LEFT_OUT)
@@ -105,7 +105,7 @@ def _branches(branches: Any) -> list[dict[str, Any]]:
     return branches if isinstance(branches, list) else [branches]
 
 
-def test_whatever_can_grow_is_bounded() -> None:
+def test_everything_of_variable_size_is_bounded() -> None:
     for path, node in PLAIN.items():
         if (
             path in ("apiVersion", "kind")
@@ -140,7 +140,7 @@ def test_lists_are_merged_by_their_keys_or_replaced_as_a_whole() -> None:
     assert kinds["spec.script.command"] == kinds["spec.training.data.sources"] == "atomic"
 
 
-def test_rules_say_what_is_wrong_and_what_to_do() -> None:
+def test_rules_have_messages_with_the_problem_and_the_remedy() -> None:
     for path, node in NODES.items():
         for one in node.get(VALIDATIONS, []):
             assert one["message"].endswith(".") and ". " in one["message"], (
@@ -153,12 +153,12 @@ def test_rules_say_what_is_wrong_and_what_to_do() -> None:
             assert blamed in NODES, (path, one["fieldPath"])
 
 
-def test_every_rule_stands_in_the_definition() -> None:
+def test_every_rule_is_in_the_definition() -> None:
     for path, rules in RULES.items():
         assert all(rule in NODES[path][VALIDATIONS] for rule in rules), path
 
 
-def test_defaults_are_filled_in_for_operational_fields_only() -> None:
+def test_defaults_are_set_for_operational_fields_only() -> None:
     # The status's own stands for "nobody has seen it".
     assert sorted(path for path, node in NODES.items() if "default" in node) == sorted(
         [*SHOWN_DEFAULTS, "status"]
@@ -168,7 +168,7 @@ def test_defaults_are_filled_in_for_operational_fields_only() -> None:
     )
 
 
-def test_unknown_keys_of_our_sections_reach_the_whole_validation() -> None:
+def test_unknown_keys_of_evergrad_sections_reach_the_validation() -> None:
     """An API server that dropped them would keep a run in which a misspelled field has no effect."""
     for field in walk_fields(TrainingRun):
         if field.path.startswith("spec") and field.shape.section is not None:
@@ -176,7 +176,7 @@ def test_unknown_keys_of_our_sections_reach_the_whole_validation() -> None:
             assert node["x-kubernetes-preserve-unknown-fields"] is True, field.path
 
 
-def test_the_definition_leaves_room_for_further_recipes() -> None:
+def test_the_definition_has_space_for_further_recipes() -> None:
     assert count_bytes() < LARGEST_BYTES < LIMIT_BYTES
 
 
@@ -191,7 +191,7 @@ def test_the_size_of_the_definition_is_printed_with_its_limit(
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_the_rules_cost_less_than_two_thirds_of_what_an_api_server_allows() -> None:
+def test_the_rules_cost_less_than_two_thirds_of_the_api_server_budget() -> None:
     """As Kubernetes' own code estimates them, which an API server does when the definition is applied."""
     if reason := toolbox.unavailable("celcost"):
         pytest.skip(reason)
@@ -219,13 +219,13 @@ def test_the_rules_cost_less_than_two_thirds_of_what_an_api_server_allows() -> N
     }
 
 
-def test_the_file_is_what_the_builder_says_without_aliases() -> None:
+def test_the_file_matches_the_builder_and_has_no_aliases() -> None:
     text = (ROOT / DEFINITION).read_text("utf-8")
     assert yaml.safe_load(text) == build_definition()
     assert not re.search(r"[&*]id[0-9]", text)
 
 
-def test_names_are_those_of_the_contract() -> None:
+def test_group_version_kind_and_short_name_are_fixed() -> None:
     spec = build_definition()["spec"]
     (version,) = spec["versions"]
     assert f"{spec['group']}/{version['name']}" == API_VERSION
@@ -233,7 +233,7 @@ def test_names_are_those_of_the_contract() -> None:
     assert version["subresources"] == {"status": {}}
 
 
-def test_all_children_of_a_run_with_the_longest_name_have_names() -> None:
+def test_the_longest_run_name_leaves_valid_names_for_all_children() -> None:
     from evergrad_operator.core.objects import names
 
     run = "x" * LONGEST_RUN_NAME
@@ -253,7 +253,7 @@ def test_all_children_of_a_run_with_the_longest_name_have_names() -> None:
     build_definition()["spec"]["versions"][0]["additionalPrinterColumns"],
     ids=lambda one: one["name"],
 )
-def test_each_column_reads_a_field_that_there_is(column: dict[str, Any]) -> None:
+def test_each_printer_column_reads_an_existing_field(column: dict[str, Any]) -> None:
     path = column["jsonPath"].removeprefix(".")
     if path.startswith("metadata."):
         assert column["type"] == "date"
@@ -261,7 +261,7 @@ def test_each_column_reads_a_field_that_there_is(column: dict[str, Any]) -> None
         assert NODES[path]["type"] == column["type"]
 
 
-def test_the_name_of_a_carried_file_is_bounded_by_the_api_server_too() -> None:
+def test_the_api_server_bounds_the_name_of_a_carried_file_too() -> None:
     [said] = NODES["spec.training.files"][VALIDATIONS]
     assert said["rule"] == f"self.all(name, size(name) <= {LONGEST_FILE_NAME})"
     name = "a" * LONGEST_FILE_NAME

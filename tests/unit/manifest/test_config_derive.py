@@ -33,12 +33,12 @@ def test_tokens_are_rounded_up_to_whole_steps() -> None:
 
 
 @pytest.mark.capability("G-6", "O-24", "A-27")
-def test_steps_are_taken_as_they_are() -> None:
+def test_steps_are_used_unchanged() -> None:
     override = "spec.training.horizon={steps: 7}"
     assert derive_steps(training(override), num_samples=10**9).total_steps == 7
 
 
-def test_epochs_of_a_run_that_begins_at_a_position_are_those_of_its_own_steps() -> None:
+def test_epochs_of_a_run_that_starts_at_a_position_count_its_own_steps_only() -> None:
     run = training("spec.training.horizon={steps: 7}")
     found = derive_steps(run, num_samples=64, steps_before=5)
     assert (found.epochs, found.total_steps, found.samples) == (1.0, 7, 7 * 32)
@@ -96,7 +96,7 @@ def test_shares_that_fill_the_horizon_never_exceed_it() -> None:
         assert found.warmup_steps + found.decay_steps <= steps
 
 
-def test_a_warm_up_that_only_the_data_shows_to_be_too_long_is_refused() -> None:
+def test_a_warm_up_that_is_too_long_for_the_data_is_refused() -> None:
     long = training(
         "spec.training.horizon={epochs: 1}",
         "spec.training.schedule={warmup: 100}",
@@ -113,13 +113,13 @@ def test_a_warm_up_that_only_the_data_shows_to_be_too_long_is_refused() -> None:
 
 @pytest.mark.acceptance("input-G-52")
 @pytest.mark.capability("G-52")
-def test_no_sample_is_refused() -> None:
+def test_an_empty_data_set_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="hold no training sample"):
         derive_steps(training(), num_samples=0)
 
 
 @given(st.integers(1, 10**18), st.integers(1, 2**24), st.integers(8, 2**20))
-def test_steps_for_tokens_are_the_fewest_that_are_enough(
+def test_steps_for_tokens_are_the_fewest_sufficient(
     tokens: int, samples: int, length: int
 ) -> None:
     steps = steps_for_tokens(tokens, samples=samples, length=length)
@@ -129,7 +129,7 @@ def test_steps_for_tokens_are_the_fewest_that_are_enough(
 @pytest.mark.parametrize("total", [1, 2, 3, 7, 10, 99, 1000, 2442])
 @pytest.mark.parametrize("warmup", [0, 1, "5%", "33%", "100%"])
 @pytest.mark.parametrize("kind", ["wsd", "cosine", "linear", "constant"])
-def test_the_numbers_are_those_the_schedule_trains_with(
+def test_the_derived_steps_are_the_steps_that_the_schedule_uses(
     total: int, warmup: int | str, kind: str
 ) -> None:
     decay = ", decay: 0" if kind == "wsd" else ""
@@ -162,7 +162,7 @@ def staged(tokens: str, *overrides: str) -> Training:
     ("tokens", "end"),
     [("1", 1), ("8191", 1), ("8192", 1), ("8193", 2), ("10M", 1221), ("81920", 10)],
 )
-def test_the_second_stage_begins_with_the_first_step_that_starts_at_or_behind_its_boundary(
+def test_the_second_stage_starts_at_the_first_step_that_starts_at_or_after_its_boundary(
     tokens: str, end: int
 ) -> None:
     """Steps of 8,192 tokens: step ``end`` + 1 starts at ``end`` times as many."""
@@ -172,7 +172,7 @@ def test_the_second_stage_begins_with_the_first_step_that_starts_at_or_behind_it
     assert (end - 1) * 8192 < boundary <= end * 8192
 
 
-def test_a_boundary_behind_a_horizon_in_epochs_is_refused_once_its_length_is_known() -> (
+def test_a_boundary_beyond_a_horizon_in_epochs_is_refused_once_its_length_is_known() -> (
     None
 ):
     epochs = "spec.training.horizon={epochs: 1}"

@@ -44,7 +44,7 @@ def test_the_generated_files_are_up_to_date() -> None:
     assert main(["--check"]) == 0
 
 
-def test_drift_is_shown_and_generating_cures_it(
+def test_drift_is_reported_and_regeneration_removes_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--root", str(tmp_path)]) == 0
@@ -74,7 +74,7 @@ def test_the_reference_has_each_field_once() -> None:
     assert sorted(rows) == sorted(field.path for field in walk_fields(TrainingRun))
 
 
-def test_the_reference_says_type_bounds_and_default() -> None:
+def test_the_reference_states_type_bounds_and_default() -> None:
     page = build_reference()
     assert (
         "| `spec.training.optimizer.learningRate` | number, above 0, at most 10 | required | "
@@ -170,7 +170,7 @@ def schema_accepts(*changes: tuple[str, Any]) -> bool:
     return _accepts(schema, manifest, schema)
 
 
-def test_the_schema_accepts_what_is_right_and_human() -> None:
+def test_the_schema_accepts_valid_and_human_readable_values() -> None:
     assert schema_accepts()
     assert schema_accepts(
         ("spec.training.data.sequenceLength", "1k"),
@@ -212,7 +212,7 @@ def test_the_schema_accepts_what_is_right_and_human() -> None:
         ("spec.training", None),
     ],
 )
-def test_the_schema_refuses_what_one_field_shows_to_be_wrong(
+def test_the_schema_refuses_values_that_are_invalid_on_their_own(
     change: tuple[str, Any],
 ) -> None:
     assert not schema_accepts(change)
@@ -223,7 +223,7 @@ def test_the_schema_refuses_what_one_field_shows_to_be_wrong(
     [{}, {"command": "train.py"}, {"command": ["a", 3]}, {"command": ["a"], "cwd": "b"}],
     ids=str,
 )
-def test_the_schema_refuses_a_script_that_one_field_shows_to_be_wrong(
+def test_the_schema_refuses_a_script_with_values_that_are_invalid_on_their_own(
     script: dict[str, Any],
 ) -> None:
     assert not schema_accepts(("spec.training", None), ("spec.script", script))
@@ -240,7 +240,7 @@ def test_the_schema_has_a_description_of_each_field_and_no_pydantic_titles() -> 
             assert "title" not in field
 
 
-def test_the_published_names_are_the_coordinators() -> None:
+def test_the_published_metric_names_are_the_names_of_the_coordinator() -> None:
     schema = json.loads(build_schema())
     assert schema["properties"]["apiVersion"]["const"] == API_VERSION
     assert schema["properties"]["kind"]["const"] == KIND

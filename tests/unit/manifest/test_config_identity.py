@@ -155,7 +155,7 @@ RECIPE = [
 
 
 @pytest.mark.parametrize("override", OPERATIONAL)
-def test_what_is_operational_may_change(override: str) -> None:
+def test_operational_settings_may_change(override: str) -> None:
     assert config_hash(run(override)) == config_hash(run())
     assert changed_fields(recipe_of(run()), recipe_of(run(override))) == []
 
@@ -163,7 +163,7 @@ def test_what_is_operational_may_change(override: str) -> None:
 @pytest.mark.acceptance("8d-4c", "8d-4d")
 @pytest.mark.capability("G-65")
 @pytest.mark.parametrize(("override", "path", "old", "new"), RECIPE)
-def test_what_belongs_to_the_recipe_changes_the_hash_and_is_named_with_both_values(
+def test_recipe_settings_change_the_hash_and_are_named_with_both_values(
     override: str, path: str, old: Any, new: Any
 ) -> None:
     assert config_hash(run(override)) != config_hash(run())
@@ -171,7 +171,7 @@ def test_what_belongs_to_the_recipe_changes_the_hash_and_is_named_with_both_valu
 
 
 @pytest.mark.parametrize(("value", "mode"), [("true", "full"), ("false", "none")])
-def test_recomputation_of_the_first_versions_is_read_as_it_was_meant(
+def test_activation_checkpointing_of_the_first_versions_keeps_its_meaning(
     value: str, mode: str
 ) -> None:
     one = run(f"spec.training.runtime.activationCheckpointing={value}")
@@ -213,7 +213,7 @@ def test_the_hash_is_a_fixed_function_of_the_recipe() -> None:
     )
 
 
-def test_sources_in_another_number_are_compared_as_a_whole() -> None:
+def test_a_different_number_of_sources_is_compared_as_a_whole() -> None:
     more = run("spec.training.data.sources[1]={name: more, path: more.jsonl}")
     (change,) = changed_fields(recipe_of(run()), recipe_of(more))
     assert change[0] == "spec.training.data.sources"
@@ -236,7 +236,7 @@ def test_a_refused_resume_names_each_field_with_both_values() -> None:
     ]
 
 
-def test_a_recipe_that_lost_or_gained_a_field_says_so() -> None:
+def test_a_recipe_that_lost_or_gained_a_field_reports_it() -> None:
     assert changed_fields({"a": 1, "b": None}, {"b": None, "c": 2}) == [
         ("spec.training.a", 1, ABSENT),
         ("spec.training.c", ABSENT, 2),
@@ -244,7 +244,7 @@ def test_a_recipe_that_lost_or_gained_a_field_says_so() -> None:
     assert "nothing here" in str(problems_of_changes([("x", 1, ABSENT)], directory="d")[0])
 
 
-def test_a_null_in_the_models_own_configuration_is_a_change_that_is_named() -> None:
+def test_a_null_in_the_model_configuration_is_a_named_change() -> None:
     changed = run(
         "spec.training.model.config={model_type: llama, hidden_size: 256, num_hidden_layers: 4, "
         "num_attention_heads: 4, x: null}"
@@ -255,7 +255,7 @@ def test_a_null_in_the_models_own_configuration_is_a_change_that_is_named() -> N
     ]
 
 
-def test_every_section_of_the_training_is_decided_upon() -> None:
+def test_every_training_section_is_either_recipe_or_operational() -> None:
     sections = {info.alias for info in Training.model_fields.values()}
     assert sections == {*RECIPE_SECTIONS, *OPERATIONAL_SECTIONS}
     assert not set(RECIPE_SECTIONS) & set(OPERATIONAL_SECTIONS)
@@ -282,7 +282,7 @@ WIRES = [
 
 @pytest.mark.capability("G-2")
 @pytest.mark.parametrize("overrides", WIRES)
-def test_a_run_survives_the_wire_and_is_itself_a_manifest(
+def test_a_run_is_unchanged_by_the_wire_format_which_is_itself_a_manifest(
     overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
     original = run(*overrides)
@@ -296,7 +296,7 @@ def test_a_run_survives_the_wire_and_is_itself_a_manifest(
     assert to_wire(load_manifest(as_json).run) == to_wire(original)
 
 
-def test_a_stored_run_without_a_later_field_means_the_default_that_the_field_came_with(
+def test_a_stored_run_without_a_later_field_gets_the_first_default_of_the_field(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # As if these fields had come later, with other defaults than they have today.
@@ -323,7 +323,7 @@ def test_a_stored_run_without_a_later_field_means_the_default_that_the_field_cam
     assert from_wire(wire).training.checkpoint.keep == 2
 
 
-def test_a_wire_that_was_tampered_with_is_refused() -> None:
+def test_a_modified_invalid_wire_object_is_refused() -> None:
     wire = to_wire(run())
     wire["spec"]["training"]["horizon"]["steps"] = 3
     with pytest.raises(ConfigurationError, match="steps and tokens are both set"):
@@ -334,7 +334,7 @@ def test_a_wire_that_was_tampered_with_is_refused() -> None:
     "change",
     ["spec.training.skipSteps=[4, 7]", "spec.training.onNonFinite={skip: 3, then: stop}"],
 )
-def test_taking_a_run_past_a_bad_step_leaves_it_the_same_run(change: str) -> None:
+def test_skipping_a_bad_step_does_not_change_the_identity_of_a_run(change: str) -> None:
     assert config_hash(run(change)) == config_hash(run())
     assert recipe_of(run(change)) == recipe_of(run())
     assert from_wire(to_wire(run(change))) == run(change)
@@ -351,7 +351,7 @@ def test_taking_a_run_past_a_bad_step_leaves_it_the_same_run(change: str) -> Non
         "spec.training.runtime.parallelism=fsdp2",
     ],
 )
-def test_nodes_train_together_only_with_the_same_settings(change: str) -> None:
+def test_nodes_train_together_only_with_equal_settings(change: str) -> None:
     assert settings_hash(run(change)) != settings_hash(run())
     assert config_hash(run(change)) == config_hash(run())
 
@@ -368,11 +368,11 @@ def test_nodes_train_together_only_with_the_same_settings(change: str) -> None:
         "spec.training.data.preparedDirectory=elsewhere",
     ],
 )
-def test_what_concerns_one_machine_may_differ_from_node_to_node(change: str) -> None:
+def test_settings_of_one_machine_may_differ_between_nodes(change: str) -> None:
     assert settings_hash(run(change)) == settings_hash(run())
 
 
-def test_what_changed_in_a_living_run_is_named_with_both_values() -> None:
+def test_changes_of_a_training_run_are_named_with_both_values() -> None:
     changes = changed_settings(
         run(),
         run(
@@ -402,9 +402,7 @@ def test_a_changed_file_of_a_carried_task_is_named_by_hashes_and_not_quoted() ->
     )
 
 
-def test_pods_that_evaluate_are_no_part_of_the_identity_and_nodes_agree_that_they_are_there() -> (
-    None
-):
+def test_evaluation_pods_are_no_part_of_the_recipe_but_of_the_shared_settings() -> None:
     without = run("spec.training.evaluation.every=null")
     first = run("spec.training.evaluation.every=null", "spec.evaluation={}")
     second = run(
@@ -446,7 +444,7 @@ STORED = [
 
 
 @pytest.mark.parametrize(("written", "stored"), STORED)
-def test_a_number_of_a_free_mapping_has_the_form_that_an_api_server_gives_it(
+def test_a_number_in_a_free_mapping_has_the_form_that_an_api_server_gives_it(
     written: float, stored: float
 ) -> None:
     found = with_whole_numbers({"a": [written]})["a"][0]
@@ -474,7 +472,7 @@ def object_of(config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]
     ],
     ids=str,
 )
-def test_a_file_has_one_identity_on_a_laptop_and_on_a_cluster(
+def test_a_manifest_has_the_same_identity_on_a_laptop_and_on_a_cluster(
     config: dict[str, Any],
 ) -> None:
     local = object_of(config, {"rate": 1.0, "nested": [{"deep": 3.0}]})
@@ -486,9 +484,7 @@ def test_a_file_has_one_identity_on_a_laptop_and_on_a_cluster(
     assert to_wire(one) == to_wire(other)
 
 
-def test_the_hash_of_a_recipe_that_a_checkpoint_holds_ignores_the_form_of_free_numbers() -> (
-    None
-):
+def test_the_hash_of_a_recipe_in_a_checkpoint_ignores_the_form_of_free_numbers() -> None:
     run_ = parse_object(object_of({"rope_theta": 10000.0}, {"rate": 1.0}))
     old = identity.hashed_recipe(run_)
     old["model"]["config"]["rope_theta"], old["options"]["rate"] = 10000.0, 1.0
@@ -498,7 +494,7 @@ def test_the_hash_of_a_recipe_that_a_checkpoint_holds_ignores_the_form_of_free_n
     assert identity.hash_recipe(old) != config_hash(run_)
 
 
-def test_each_field_of_any_values_of_the_recipe_is_hashed_in_one_form() -> None:
+def test_each_free_mapping_of_the_recipe_is_hashed_in_one_form() -> None:
     found = {
         field.path.removeprefix("spec.training.")
         for field in walk_fields(TrainingRun)

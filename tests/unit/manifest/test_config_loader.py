@@ -37,7 +37,7 @@ def overlay(folder: Path, text: str, name: str = "over.yaml") -> Path:
     return path
 
 
-def test_a_manifest_is_loaded_with_where_it_came_from(
+def test_a_manifest_is_loaded_with_its_source(
     manifest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(manifest.parent.parent)
@@ -51,7 +51,9 @@ def test_a_manifest_is_loaded_with_where_it_came_from(
 
 
 @pytest.mark.capability("C-16", "T-1", "G-95")
-def test_a_run_has_the_name_labels_nodes_and_resources_of_its_file(manifest: Path) -> None:
+def test_a_run_has_the_name_labels_nodes_and_resources_of_its_manifest(
+    manifest: Path,
+) -> None:
     given = [
         "metadata.name=docs-lm-2",
         "metadata.labels={project: docs, group: sweeps}",
@@ -70,7 +72,7 @@ def test_a_run_has_the_name_labels_nodes_and_resources_of_its_file(manifest: Pat
     assert wire["requests"]["cpu"] == "8" and wire["limits"]["memory"] == "64Gi"
 
 
-def test_the_base_directory_is_where_the_manifest_is_named_not_where_a_link_leads(
+def test_the_base_directory_is_the_directory_of_the_link_and_not_of_its_target(
     manifest: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "mounted"
@@ -79,7 +81,7 @@ def test_the_base_directory_is_where_the_manifest_is_named_not_where_a_link_lead
     assert load_manifest(folder / "run.yaml").base_directory == folder
 
 
-def test_files_that_cannot_be_used_are_refused_by_name(tmp_path: Path) -> None:
+def test_unusable_files_are_refused_by_name(tmp_path: Path) -> None:
     assert problems(tmp_path / "no.yaml") == [
         f"{tmp_path}/no.yaml: does not exist. Check the path."
     ]
@@ -109,7 +111,9 @@ def test_a_file_without_permission_is_refused(manifest: Path) -> None:
         os.seteuid(user)
 
 
-def test_the_largest_file_is_read_and_one_byte_more_is_not(manifest: Path) -> None:
+def test_a_file_of_the_largest_size_is_read_and_one_byte_more_is_refused(
+    manifest: Path,
+) -> None:
     filler = MAX_BYTES - len(BASE.encode()) - 1
     line = "#" * 1000 + "\n"
     comment = line * (filler // len(line)) + "#" * (filler % len(line))
@@ -120,7 +124,7 @@ def test_the_largest_file_is_read_and_one_byte_more_is_not(manifest: Path) -> No
     assert "is too large" in problems(manifest)[0]
 
 
-def test_a_manifest_may_come_through_a_pipe(tmp_path: Path) -> None:
+def test_a_manifest_can_be_read_from_a_pipe(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     writer = threading.Thread(target=lambda: pipe.write_text(BASE))
@@ -141,13 +145,13 @@ def test_text_that_is_not_utf8_is_refused_with_its_line(tmp_path: Path) -> None:
     assert "is not UTF-8 text; byte 1, in line 1, is 0xff" in problems(path)[0]
 
 
-def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path: Path) -> None:
+def test_a_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "windows.yaml"
     path.write_bytes(b"\xef\xbb\xbf" + BASE.replace("\n", "\r\n").encode())
     assert load_manifest(path).run.metadata.name == "docs-lm"
 
 
-def test_something_else_than_a_mapping_is_refused(tmp_path: Path) -> None:
+def test_a_document_that_is_not_a_mapping_is_refused(tmp_path: Path) -> None:
     assert "holds a list and not a mapping" in problems(overlay(tmp_path, "- 1"))[0]
     assert "holds only the value 3 and not a mapping" in problems(overlay(tmp_path, "3"))[0]
 
@@ -168,7 +172,7 @@ def test_a_duplicate_key_does_not_hide_the_other_problems(manifest: Path) -> Non
     )
 
 
-def test_a_value_that_cannot_be_read_is_said_once(manifest: Path) -> None:
+def test_a_value_that_cannot_be_parsed_is_reported_once(manifest: Path) -> None:
     manifest.write_text(BASE.replace("learningRate: 1e-3", "learningRate: .nan"))
     assert problems(manifest) == [
         (
@@ -178,7 +182,7 @@ def test_a_value_that_cannot_be_read_is_said_once(manifest: Path) -> None:
     ]
 
 
-def test_a_bare_on_or_off_is_meant_for_compile(manifest: Path) -> None:
+def test_a_bare_on_or_off_is_valid_for_compile(manifest: Path) -> None:
     for word, meant in (
         ("on", "on"),
         ("off", "off"),
@@ -223,7 +227,7 @@ def test_overlays_merge_mappings_replace_lists_and_remove_by_null(
     )
 
 
-def test_removing_a_key_that_is_not_there_is_fine_if_it_exists_and_refused_if_it_is_a_slip(
+def test_removal_of_an_absent_key_is_accepted_but_of_an_unknown_key_refused(
     manifest: Path, tmp_path: Path
 ) -> None:
     assert load_manifest(
@@ -243,7 +247,7 @@ def test_removing_a_key_that_is_not_there_is_fine_if_it_exists_and_refused_if_it
     )
 
 
-def test_problems_name_the_file_or_argument_a_value_came_from(
+def test_problems_name_the_file_or_argument_of_a_value(
     manifest: Path, tmp_path: Path
 ) -> None:
     over = overlay(tmp_path, "spec:\n  training:\n    data:\n      sequenceLength: 3\n")
@@ -255,7 +259,7 @@ def test_problems_name_the_file_or_argument_a_value_came_from(
     assert any("1 is below nodes.min 2 (--set)" in line for line in said)
 
 
-def test_large_files_are_judged_and_the_list_of_problems_is_cut(
+def test_large_files_are_checked_and_the_list_of_problems_is_truncated(
     manifest: Path, tmp_path: Path
 ) -> None:
     keys = [f"key{number}" for number in range(9000)]
@@ -264,7 +268,7 @@ def test_large_files_are_judged_and_the_list_of_problems_is_cut(
     assert len(said) == 101 and "more problems are not listed" in said[-1]
 
 
-def test_every_broken_file_and_argument_is_reported_at_once(
+def test_all_broken_files_and_arguments_are_reported_together(
     manifest: Path, tmp_path: Path
 ) -> None:
     broken = overlay(tmp_path, "a: [", "broken.yaml")
@@ -353,7 +357,7 @@ def test_a_malformed_override_is_refused_and_quoted(text: str) -> None:
     assert str(problem).isprintable()
 
 
-def test_overrides_reach_into_lists_append_and_make_mappings(manifest: Path) -> None:
+def test_overrides_index_lists_append_and_create_mappings(manifest: Path) -> None:
     training = load_manifest(
         manifest,
         overrides=[
@@ -373,7 +377,7 @@ def test_overrides_reach_into_lists_append_and_make_mappings(manifest: Path) -> 
     assert training.metadata.labels == {"example.com/team": "research"}
 
 
-def test_overrides_come_after_overlays_and_the_last_one_counts(
+def test_overrides_apply_after_overlays_and_the_last_one_wins(
     manifest: Path, tmp_path: Path
 ) -> None:
     over = overlay(tmp_path, "spec: {training: {optimizer: {learningRate: 1}}}")
@@ -382,7 +386,7 @@ def test_overrides_come_after_overlays_and_the_last_one_counts(
     assert loaded.run.spec.training.optimizer.learning_rate == 3
 
 
-def test_an_override_that_does_not_fit_says_why(manifest: Path) -> None:
+def test_an_override_that_does_not_fit_is_refused_with_the_reason(manifest: Path) -> None:
     assert problems(manifest, overrides=["spec.training.data.sources[3].path=x"]) == [
         (
             "spec.training.data.sources[3]: there is no such item; the list has 1 item (--set). Use "
@@ -403,7 +407,7 @@ def test_an_override_that_does_not_fit_says_why(manifest: Path) -> None:
     )
 
 
-def test_an_override_of_a_value_that_cannot_be_read_is_judged_itself_too(
+def test_an_override_of_an_unparsable_value_is_checked_too(
     manifest: Path,
 ) -> None:
     manifest.write_text(BASE.replace("learningRate: 1e-3", "learningRate: .nan"))
@@ -422,7 +426,7 @@ def test_a_path_is_parsed_or_refused() -> None:
 
 @pytest.mark.acceptance("input-2e-19")
 @pytest.mark.capability("O-8")
-def test_a_run_without_a_name_is_refused_and_gets_none_made_up(manifest: Path) -> None:
+def test_a_run_without_a_name_is_refused_and_no_name_is_generated(manifest: Path) -> None:
     """A name from the configuration's hash would make a new run of each change."""
     manifest.write_text(
         BASE.replace("metadata: {name: ", "metadata: {annotations: {}} # {name: ")
@@ -433,7 +437,7 @@ def test_a_run_without_a_name_is_refused_and_gets_none_made_up(manifest: Path) -
 
 
 @pytest.mark.capability("O-27")
-def test_a_value_is_written_once_and_referred_to(manifest: Path) -> None:
+def test_anchors_and_aliases_repeat_a_value(manifest: Path) -> None:
     over = overlay(
         manifest.parent,
         "metadata: {annotations: {description: a first try}}\n"

@@ -99,7 +99,7 @@ READ: list[tuple[Parser, Any, int | float]] = [
     READ,
     ids=lambda value: getattr(value, "__name__", repr(value)),
 )
-def test_a_human_number_is_what_it_says(
+def test_a_human_readable_number_is_parsed_to_its_value(
     parse: Parser, written: Any, meant: int | float
 ) -> None:
     found = parse(written)
@@ -252,7 +252,7 @@ REFUSED: list[tuple[Parser, Any, str]] = [
     REFUSED,
     ids=lambda value: getattr(value, "__name__", repr(value)[:30]),
 )
-def test_what_is_no_such_number_is_refused_in_plain_words(
+def test_an_invalid_number_is_refused_with_a_plain_message(
     parse: Parser, written: Any, said: str
 ) -> None:
     with pytest.raises(NumberError) as refused:
@@ -269,7 +269,9 @@ def test_what_is_no_such_number_is_refused_in_plain_words(
 @pytest.mark.parametrize(
     "parse", [parse_count, parse_real, parse_fraction, parse_bytes, parse_steps_or_fraction]
 )
-def test_a_million_digits_are_refused_at_once(parse: Parser, text: str) -> None:
+def test_a_number_text_of_a_million_digits_is_refused_at_once(
+    parse: Parser, text: str
+) -> None:
     with pytest.raises(NumberError, match="characters is not a number"):
         parse(text)
 
@@ -293,7 +295,7 @@ def test_decimal_fractions_of_units_are_exact(digits: int, shift: int, unit: str
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_a_float_and_its_text_are_read_alike(value: float) -> None:
+def test_a_float_and_its_text_are_parsed_alike(value: float) -> None:
     assert parse_real(value) == value
     assert parse_real(repr(value)) == value
 
@@ -301,7 +303,7 @@ def test_a_float_and_its_text_are_read_alike(value: float) -> None:
 @given(
     st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.none(), st.binary())
 )
-def test_anything_is_a_number_or_refused_as_one(value: Any) -> None:
+def test_any_value_is_parsed_as_a_number_or_refused(value: Any) -> None:
     for parse in (
         parse_count,
         parse_real,
@@ -366,7 +368,7 @@ _PLAIN_SECTIONS = ("spec.template.", "spec.training.latentEdit.")
 """Fields of Kubernetes, and small counts: of edits, tokens, layers and heads."""
 
 
-def test_every_numeric_field_of_the_manifest_reads_human_numbers() -> None:
+def test_every_numeric_field_of_the_manifest_parses_human_readable_numbers() -> None:
     numeric = 0
     for field in walk_fields(TrainingRun):
         for annotation, metadata in _leaves(
@@ -407,7 +409,7 @@ def test_any_value_is_shown_on_one_short_printable_line(value: Any) -> None:
         ("many", "'many' is not a number"),
     ],
 )
-def test_a_plain_integer_takes_no_unit_and_no_quotes(value: Any, words: str) -> None:
+def test_a_plain_integer_accepts_no_unit_and_no_quotes(value: Any, words: str) -> None:
     # As an API server stores 4.0 and 4e0.
     assert parse_whole(4) == 4 and json.dumps(parse_whole(4.0)) == "4"
     with pytest.raises(NumberError, match=re.escape(words)):
@@ -415,7 +417,7 @@ def test_a_plain_integer_takes_no_unit_and_no_quotes(value: Any, words: str) -> 
 
 
 @pytest.mark.acceptance("number-A-67", "input-A-67")
-def test_the_numbers_of_arctictraining_mean_the_same_or_say_what_to_write() -> None:
+def test_numbers_of_arctictraining_have_the_same_meaning_or_get_a_remedy() -> None:
     same = {"1_000_000": 10**6, "1e6": 10**6, "1.1e6": 1_100_000, "10e-1": 1}
     same |= {"1K": 1000, "1.1K": 1100, "-5": -5, "-1K": -1000}
     assert {text: parse_count(text) for text in same} == same

@@ -67,7 +67,7 @@ def test_a_quantity_is_kept_as_text_and_has_an_exact_value(
     ],
     ids=lambda value: repr(value)[:20],
 )
-def test_what_is_no_quantity_is_refused_with_the_likely_one(
+def test_an_invalid_quantity_is_refused_with_the_likely_one(
     written: Any, said: str
 ) -> None:
     with pytest.raises(NumberError) as refused:
@@ -76,7 +76,7 @@ def test_what_is_no_quantity_is_refused_with_the_likely_one(
 
 
 @pytest.mark.parametrize("key", ["team", "a.b/c", "example.com/A_b.c-d", "x" * 63, "a/1"])
-def test_a_right_key_has_no_fault(key: str) -> None:
+def test_a_valid_key_has_no_fault(key: str) -> None:
     assert fault_of_key(key) is None
 
 
@@ -96,11 +96,11 @@ def test_a_right_key_has_no_fault(key: str) -> None:
         "x" * 254 + "/a",
     ],
 )
-def test_a_wrong_key_has_a_fault(key: str) -> None:
+def test_an_invalid_key_has_a_fault(key: str) -> None:
     assert fault_of_key(key) is not None
 
 
-def test_a_label_value_may_be_empty_but_not_long_or_spaced() -> None:
+def test_a_label_value_may_be_empty_but_not_long_or_with_blanks() -> None:
     assert fault_of_label_value("") is None
     assert fault_of_label_value("A-1_b.c") is None
     assert fault_of_label_value("a b") == (
@@ -111,7 +111,7 @@ def test_a_label_value_may_be_empty_but_not_long_or_spaced() -> None:
     assert fault_of_label_value("a\n") is not None
 
 
-def test_names_follow_dns() -> None:
+def test_names_follow_the_dns_rules() -> None:
     assert (
         is_dns_label("a-1")
         and not is_dns_label("A")

@@ -59,7 +59,7 @@ def test_a_script_is_read_with_its_defaults() -> None:
     assert (script.metrics.port, script.metrics.linger_seconds) == (None, 0)
 
 
-def test_the_accessor_of_the_other_kind_says_what_the_run_is() -> None:
+def test_the_accessor_of_the_other_kind_reports_the_kind_of_the_run() -> None:
     with pytest.raises(
         ConfigurationError,
         match=r"spec\.training: is not set; this run is a script\. .* needs a typed run",
@@ -100,7 +100,7 @@ def test_the_accessor_of_the_other_kind_says_what_the_run_is() -> None:
         (["train.pyc"], Program("executable", "train.pyc", ()), ("train.pyc",)),
     ],
 )
-def test_the_first_word_decides_what_is_started(
+def test_the_first_word_of_the_command_decides_which_program_starts(
     command: list[str], program: Program, started: tuple[str, ...]
 ) -> None:
     assert program_of(command) == program
@@ -108,7 +108,7 @@ def test_the_first_word_decides_what_is_started(
     assert worker_command(script, base_directory=Path("/base"), python="python") == started
 
 
-def test_only_what_is_named_by_a_path_has_one() -> None:
+def test_only_programs_named_by_a_path_have_a_path() -> None:
     paths = [
         program_path(program_of(command), Path("/base"))
         for command in (["-m", "a"], ["bash"], ["x.py"], ["./x"])
@@ -126,7 +126,7 @@ def test_the_working_directory_is_relative_to_the_manifest() -> None:
 # What is refused. (The table of bad manifests has the cases an API server should know too.)
 
 
-def test_both_kinds_or_none_is_one_problem_of_the_spec() -> None:
+def test_both_kinds_or_neither_is_one_problem_of_the_spec() -> None:
     typed = json.dumps(yaml.safe_load(BASE.read_text())["spec"]["training"])
     assert refused("spec.workersPerNode=null", f"spec.training={typed}") == {
         "spec": (
@@ -194,7 +194,7 @@ def test_both_kinds_or_none_is_one_problem_of_the_spec() -> None:
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, list) else "",
 )
-def test_a_command_that_cannot_be_meant_is_refused(
+def test_a_command_that_cannot_be_valid_is_refused(
     command: list[str], path: str, said: str
 ) -> None:
     problems = refused(f"spec.script.command={json.dumps(command)}")
@@ -214,7 +214,7 @@ def test_a_command_that_cannot_be_meant_is_refused(
     ],
     ids=json.dumps,
 )
-def test_a_command_that_only_looks_odd_is_taken(command: list[str]) -> None:
+def test_an_unusual_but_valid_command_is_accepted(command: list[str]) -> None:
     assert list(run(f"spec.script.command={json.dumps(command)}").script.command) == command
 
 
@@ -230,7 +230,7 @@ def test_a_command_that_only_looks_odd_is_taken(command: list[str]) -> None:
         "EVERGRAD_X",
     ],
 )
-def test_the_launchers_variables_are_reserved(name: str) -> None:
+def test_the_variables_of_the_launcher_are_reserved(name: str) -> None:
     assert (
         f"'{name}' is reserved (--set); the run sets it"
         in refused(f"spec.script.env.{name}=a")[f"spec.script.env.{name}"]
@@ -238,7 +238,7 @@ def test_the_launchers_variables_are_reserved(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "1A", "A B", "A=B", "Ä", "A\n"])
-def test_a_variables_name_is_one_that_every_shell_can_say(name: str) -> None:
+def test_variable_names_are_limited_to_names_that_every_shell_accepts(name: str) -> None:
     (said,) = refused(f"spec.script.env={json.dumps({name: 'x'})}").values()
     assert "is not a variable's name" in said
 
@@ -246,7 +246,7 @@ def test_a_variables_name_is_one_that_every_shell_can_say(name: str) -> None:
 # Identity.
 
 
-def test_every_field_of_a_script_is_decided_upon() -> None:
+def test_every_script_field_is_either_recipe_or_operational() -> None:
     assert set(fields_of(Script)) == {*RECIPE_OF_SCRIPT, *OPERATIONAL_OF_SCRIPT}
     assert not set(RECIPE_OF_SCRIPT) & set(OPERATIONAL_OF_SCRIPT)
 
@@ -261,7 +261,7 @@ def test_every_field_of_a_script_is_decided_upon() -> None:
         "spec.workersPerNode=9",
     ],
 )
-def test_what_is_operational_may_change(override: str) -> None:
+def test_operational_fields_may_change(override: str) -> None:
     assert config_hash(run(override)) == config_hash(run())
     assert (
         changed_fields(recipe_of(run()), recipe_of(run(override)), where="spec.script")
@@ -279,9 +279,7 @@ def test_what_is_operational_may_change(override: str) -> None:
         ("spec.script.workingDirectory=.", "spec.script.workingDirectory"),
     ],
 )
-def test_what_decides_the_result_changes_the_hash_and_is_named(
-    override: str, path: str
-) -> None:
+def test_recipe_fields_change_the_hash_and_are_named(override: str, path: str) -> None:
     assert config_hash(run(override)) != config_hash(run())
     assert [
         change[0]
@@ -307,7 +305,7 @@ def test_the_hash_of_a_script_is_a_fixed_function_of_its_recipe() -> None:
         ("spec.nodes=null", "spec.script.env={A: ''}"),
     ],
 )
-def test_a_script_survives_the_wire_and_is_itself_a_manifest(
+def test_a_script_is_unchanged_by_the_wire_format_which_is_itself_a_manifest(
     overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
     original = run(*overrides)
@@ -322,7 +320,7 @@ def test_a_script_survives_the_wire_and_is_itself_a_manifest(
     assert load_manifest(path).run == original
 
 
-def test_a_view_of_a_script_is_the_parsed_script() -> None:
+def test_the_view_of_a_script_equals_the_parsed_script() -> None:
     raw = without_nulls(yaml.safe_load(SCRIPT.read_text()), TrainingRun)
     view = View(raw, TrainingRun)
     assert (

@@ -35,7 +35,7 @@ def as_override(path: str, value: Any) -> str:
 
 
 @pytest.mark.acceptance("8d-8f")
-def test_documents_are_kept_apart_by_the_recipes_that_can(
+def test_only_recipes_that_support_it_keep_documents_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packing = "spec.training.data.packing"
@@ -61,7 +61,7 @@ def test_documents_are_kept_apart_by_the_recipes_that_can(
         (Source, "data.sources[0]"),
     ],
 )
-def test_a_part_is_of_its_first_type_unless_it_names_another_of_its_own(
+def test_a_section_has_its_first_type_unless_it_sets_another_of_its_types(
     section: type[Section], path: str
 ) -> None:
     field = fields_of(section)["type"]
@@ -110,7 +110,7 @@ def test_a_part_is_of_its_first_type_unless_it_names_another_of_its_own(
 )
 @pytest.mark.capability("O-6", "A-1", "A-4", "A-6", "A-28")
 @pytest.mark.parametrize("case", TABLE, ids=[case["name"] for case in TABLE])
-def test_each_bad_manifest_is_refused_with_all_its_problems_and_no_other(
+def test_each_bad_manifest_is_refused_with_exactly_its_problems(
     case: dict[str, Any],
 ) -> None:
     overrides = [as_override(path, value) for path, value in case["set"].items()]
@@ -156,7 +156,7 @@ def test_each_bad_manifest_is_refused_with_all_its_problems_and_no_other(
     "input-5e-12",
 )
 @pytest.mark.parametrize("case", TABLE, ids=[case["name"] for case in TABLE])
-def test_each_bad_manifest_ends_the_command_with_64_and_leaves_the_run_as_it_was(
+def test_each_bad_manifest_ends_the_command_with_64_and_leaves_the_run_unchanged(
     case: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.json").write_text("{}")
@@ -186,7 +186,7 @@ GOOD: dict[str, dict[str, Any]] = yaml.safe_load(
 
 @pytest.mark.acceptance("8d-8j", "input-2e-3")
 @pytest.mark.parametrize("changes", GOOD.values(), ids=GOOD)
-def test_what_is_right_at_the_edge_is_accepted(changes: dict[str, Any]) -> None:
+def test_valid_values_at_the_bounds_are_accepted(changes: dict[str, Any]) -> None:
     overrides = [
         as_override(path, "null" if value is None else value)
         for path, value in changes.items()
@@ -201,7 +201,7 @@ def test_the_base_manifest_has_no_problem() -> None:
 
 
 @pytest.mark.capability("O-34")
-def test_an_empty_optional_section_means_its_defaults_and_an_empty_needed_one_is_named() -> (
+def test_an_empty_optional_section_gets_defaults_and_an_empty_required_one_is_reported() -> (
     None
 ):
     raw = yaml.safe_load(BASE.read_text())
@@ -260,7 +260,7 @@ def test_the_steps_of_a_task_without_data_follow_from_a_horizon_in_tokens(
     }
 
 
-def test_a_view_of_a_right_manifest_is_the_parsed_manifest() -> None:
+def test_the_view_of_a_valid_manifest_equals_the_parsed_manifest() -> None:
     raw = without_nulls(yaml.safe_load(BASE.read_text()), TrainingRun)
     run = parse_run(raw)
     assert _plain(View(raw, TrainingRun).tree) == _plain(
@@ -274,7 +274,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def test_a_view_knows_what_is_right_beside_what_is_wrong() -> None:
+def test_a_view_has_the_valid_values_next_to_invalid_ones() -> None:
     raw = copy.deepcopy(yaml.safe_load(BASE.read_text()))
     raw["spec"]["training"]["batching"] = {"globalBatchSize": "x", "microBatchSize": "4"}
     view = View(raw, TrainingRun)

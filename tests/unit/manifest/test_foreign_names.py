@@ -152,7 +152,7 @@ def assert_refused_with(refuse: Refuse, key: str, said: str) -> None:
         ("spec.training.model.name_or_path", "Write spec.training.model.path."),
     ],
 )
-def test_an_option_of_other_trainers_is_refused_with_what_to_write(
+def test_an_option_of_other_trainers_is_refused_with_its_replacement(
     refuse: Refuse, key: str, said: str
 ) -> None:
     [problem] = [one for one in refuse(f"{key}=2") if one.path == key]
@@ -213,7 +213,7 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_write(
         ("loss_reduction", "each token of a step counts the same; the mean of the means"),
     ],
 )
-def test_what_is_not_built_is_refused_with_its_reason(
+def test_an_unsupported_option_is_refused_with_its_reason(
     refuse: Refuse, key: str, said: str
 ) -> None:
     path = f"spec.training.{key}"
@@ -272,13 +272,13 @@ def test_what_is_not_built_is_refused_with_its_reason(
         ("data.ignore_empty_think", "which can leave thoughts out"),
     ],
 )
-def test_a_part_of_another_trainers_section_is_refused_with_its_reason(
+def test_a_part_of_a_section_of_another_trainer_is_refused_with_its_reason(
     refuse: Refuse, key: str, said: str
 ) -> None:
     assert_refused_with(refuse, key, said)
 
 
-def test_a_name_that_counts_in_one_section_is_an_unknown_key_elsewhere() -> None:
+def test_a_foreign_name_of_one_section_is_an_unknown_key_elsewhere() -> None:
     path = "spec.training.data.enabled"
     with pytest.raises(ConfigurationError) as refused:
         load_manifest(BASE, overrides=[f"{path}=true"])
@@ -325,7 +325,7 @@ def test_a_name_that_counts_in_one_section_is_an_unknown_key_elsewhere() -> None
         ("multi_edit_fraction", "items of one family have the same number of edits"),
     ],
 )
-def test_what_other_systems_do_around_a_run_is_refused_with_its_reason(
+def test_options_of_other_systems_for_run_management_are_refused_with_a_reason(
     refuse: Refuse, key: str, said: str
 ) -> None:
     assert_refused_with(refuse, key, said)
@@ -345,7 +345,7 @@ def test_a_third_stage_is_refused_with_its_reason(refuse: Refuse) -> None:
 
 
 @pytest.mark.capability("T-7")
-def test_an_optimizer_of_the_users_own_is_refused_with_its_reason() -> None:
+def test_a_custom_optimizer_is_refused_with_its_reason() -> None:
     path = "spec.training.optimizer.type"
     with pytest.raises(ConfigurationError) as refused:
         load_manifest(BASE, overrides=[f"{path}=mine:Sophia"])
@@ -363,7 +363,7 @@ def test_an_optimizer_of_the_users_own_is_refused_with_its_reason() -> None:
 
 @pytest.mark.acceptance("input-A-50")
 @pytest.mark.capability("A-50")
-def test_a_length_from_the_model_is_refused_and_the_models_number_is_named(
+def test_auto_length_from_the_model_is_refused_and_the_number_of_the_model_is_named(
     refuse: Refuse, tmp_path: Path
 ) -> None:
     path = "spec.training.data.sequenceLength"
@@ -388,7 +388,7 @@ def test_a_length_from_the_model_is_refused_and_the_models_number_is_named(
 
 @pytest.mark.capability("T-47")
 @pytest.mark.parametrize("metric", ["train/loss", "loss"])
-def test_the_loss_of_a_step_chooses_no_best_checkpoint(metric: str) -> None:
+def test_the_loss_of_a_step_cannot_choose_the_best_checkpoint(metric: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
         load_manifest(BASE, overrides=[f"spec.training.checkpoint.best.metric={metric}"])
     [problem] = refused.value.problems
@@ -458,7 +458,7 @@ def test_a_value_of_other_trainers_is_refused_with_its_reason(
     assert [str(one) for one in refuse(f"{path}={value}")] == [f"{path}: {said}"]
 
 
-def test_each_foreign_value_is_one_of_a_field_that_exists() -> None:
+def test_each_foreign_value_belongs_to_an_existing_field() -> None:
     paths = [f".{field.path}" for field in walk_fields(TrainingRun)]
     for one in FOREIGN_VALUES:
         assert any(path.endswith(f".{one.key}") for path in paths), one.key
@@ -466,7 +466,7 @@ def test_each_foreign_value_is_one_of_a_field_that_exists() -> None:
         assert one.remedy
 
 
-def test_each_foreign_name_leads_to_fields_that_exist_and_stands_once() -> None:
+def test_each_foreign_name_refers_to_existing_fields_and_is_listed_once() -> None:
     for one in FOREIGN:
         assert one.fields or one.why, one.names
         for field in one.fields:
@@ -475,12 +475,14 @@ def test_each_foreign_name_leads_to_fields_that_exist_and_stands_once() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_no_foreign_name_is_the_name_of_a_field_here() -> None:
+def test_no_foreign_name_is_an_evergrad_field() -> None:
     own = {fold(field.key) for field in walk_fields(TrainingRun)}
     assert own.isdisjoint(fold(name) for one in FOREIGN for name in one.names)
 
 
-def test_an_option_of_the_users_own_task_is_compared_with_the_tasks_options_alone() -> None:
+def test_an_unknown_option_of_a_user_task_is_compared_only_with_the_options_of_the_task() -> (
+    None
+):
     class Options(Section):
         strategies: int = 1
         """How many there are."""

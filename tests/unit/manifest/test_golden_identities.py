@@ -98,7 +98,7 @@ class LaterRun(TrainingRun):
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=[case["name"] for case in GOLDEN])
-def test_the_hash_of_each_golden_spec_stays_what_it_is(case: dict[str, Any]) -> None:
+def test_the_recipe_hash_of_each_golden_spec_is_unchanged(case: dict[str, Any]) -> None:
     assert config_hash(parse_run(document(case))) == case["hash"]
 
 
@@ -106,14 +106,14 @@ TYPED = [case for case in GOLDEN if "training" in case["spec"]]
 
 
 @pytest.mark.parametrize("case", TYPED, ids=[case["name"] for case in TYPED])
-def test_the_hash_of_the_settings_of_each_golden_spec_stays_what_it_is(
+def test_the_settings_hash_of_each_golden_spec_is_unchanged(
     case: dict[str, Any],
 ) -> None:
     # Each was calculated by the version before matmulPrecision, attention, shards and selective recomputation.
     assert settings_hash(parse_run(document(case))) == case["settings"]
 
 
-def test_the_old_spelling_of_recomputation_has_the_hash_of_settings_that_it_had() -> None:
+def test_the_old_spelling_of_activation_checkpointing_keeps_its_settings_hash() -> None:
     switch = "spec.training.runtime.activationCheckpointing"
     found = [
         settings_hash(load_manifest(BASE, overrides=[f"{switch}={value}"]).run)
@@ -127,7 +127,7 @@ def test_the_old_spelling_of_recomputation_has_the_hash_of_settings_that_it_had(
     "setting",
     ["attention=math", "matmulPrecision=high", "parallelism=fsdp2", "shards=2"],
 )
-def test_a_later_setting_that_is_set_changes_the_hash_of_the_settings(setting: str) -> None:
+def test_a_later_setting_changes_the_settings_hash_if_it_is_set(setting: str) -> None:
     raw = load_manifest(BASE).raw
     key, value = setting.split("=")
     raw["spec"]["training"]["runtime"] = {"parallelism": "fsdp2"} if key == "shards" else {}
@@ -146,7 +146,7 @@ def test_a_later_setting_that_is_set_changes_the_hash_of_the_settings(setting: s
     ],
     ids=["tracker", "profile", "monitor", "early stop"],
 )
-def test_who_watches_a_run_is_no_part_of_its_recipe_and_has_its_nodes_start_again(
+def test_observers_are_no_part_of_the_recipe_but_restart_the_nodes(
     change: dict[str, Any],
 ) -> None:
     raw = document(TYPED[0])
@@ -157,7 +157,7 @@ def test_who_watches_a_run_is_no_part_of_its_recipe_and_has_its_nodes_start_agai
     assert settings_hash(after) != settings_hash(before)
 
 
-def test_lines_and_the_peak_of_a_device_are_of_one_machine() -> None:
+def test_logging_settings_of_one_machine_do_not_change_the_settings_hash() -> None:
     raw = document(TYPED[0])
     before = settings_hash(parse_run(raw))
     logging = {"every": {"steps": 3}, "peakFlops": 1e12}
@@ -167,14 +167,14 @@ def test_lines_and_the_peak_of_a_device_are_of_one_machine() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_hash_of_each_example_stays_what_it_is(name: str) -> None:
+def test_the_hash_of_each_example_is_unchanged(name: str) -> None:
     assert (
         config_hash(load_manifest(ROOT / "examples" / name / "trainingrun.yaml").run)
         == EXAMPLES[name]
     )
 
 
-def test_every_field_of_the_recipe_is_set_by_a_golden_spec() -> None:
+def test_every_recipe_field_is_set_by_a_golden_spec() -> None:
     said = {path for case in GOLDEN for path in paths_of(case["spec"], "")}
     fields = {field.path.removeprefix("spec.") for field in walk_fields(TrainingRun)}
     recipe = {
@@ -200,7 +200,7 @@ def paths_of(value: Any, prefix: str) -> set[str]:
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=[case["name"] for case in GOLDEN])
-def test_a_field_that_a_later_version_adds_changes_no_hash_of_a_file_that_does_not_set_it(
+def test_a_field_added_by_a_later_version_does_not_change_hashes_of_files_without_it(
     case: dict[str, Any],
 ) -> None:
     later = LaterRun.model_validate(json.loads(json.dumps(document(case))))
@@ -218,7 +218,7 @@ def test_a_field_that_a_later_version_adds_changes_no_hash_of_a_file_that_does_n
     ],
     ids=["section", "optional", "item of a list", "number", "mapping"],
 )
-def test_a_later_field_that_is_set_changes_the_hash(
+def test_a_later_field_changes_the_hash_if_it_is_set(
     path: tuple[str, str], value: Any
 ) -> None:
     raw = json.loads(json.dumps(document(GOLDEN[0])))
@@ -227,16 +227,14 @@ def test_a_later_field_that_is_set_changes_the_hash(
 
 
 @pytest.mark.acceptance("input-4e-1")
-def test_a_later_field_at_its_default_has_the_hash_of_a_file_without_it() -> None:
+def test_a_later_field_with_its_default_has_the_hash_of_a_file_without_it() -> None:
     raw = json.loads(json.dumps(document(GOLDEN[0])))
     raw["spec"]["training"]["optimizer"] |= {"friction": 0.95, "teams": {}}
     raw["spec"]["training"]["data"]["shards"] = {"count": 1}
     assert config_hash(LaterRun.model_validate(raw)) == GOLDEN[0]["hash"]
 
 
-def test_the_recipe_that_a_checkpoint_holds_has_no_later_field_that_the_file_does_not_set() -> (
-    None
-):
+def test_the_recipe_in_a_checkpoint_has_no_later_field_that_the_file_does_not_set() -> None:
     # A refused resume compares it field by field: one that neither side set would be blamed, too.
     recipe = hashed_recipe(LaterRun.model_validate(document(GOLDEN[0])))
     assert recipe == hashed_recipe(parse_run(document(GOLDEN[0])))
@@ -244,7 +242,7 @@ def test_the_recipe_that_a_checkpoint_holds_has_no_later_field_that_the_file_doe
     assert not {"horizon", "options"} & recipe.keys()
 
 
-def test_a_later_default_that_changed_gives_the_old_hash_to_the_old_meaning_only(
+def test_a_later_field_with_a_changed_default_gives_the_old_hash_only_to_the_old_value(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The field came with 0.9 and has 0.95 today: a file that does not set it means another run than it did.
@@ -255,7 +253,7 @@ def test_a_later_default_that_changed_gives_the_old_hash_to_the_old_meaning_only
     assert config_hash(LaterRun.model_validate(raw)) == GOLDEN[0]["hash"]
 
 
-def test_defaults_of_the_recipe_stay_what_they_are() -> None:
+def test_defaults_of_the_recipe_are_unchanged() -> None:
     """A changed default changes what files mean.
 
     One of a later field goes into FIRST_DEFAULTS first, with its old value.
@@ -311,7 +309,7 @@ def test_defaults_of_the_recipe_stay_what_they_are() -> None:
     }
 
 
-def test_the_packing_of_rows_is_the_same_written_out_or_not() -> None:
+def test_the_default_packing_of_rows_has_the_same_hash_if_it_is_written_out() -> None:
     raw = next(document(case) for case in GOLDEN if case["name"].startswith("rows, with"))
     raw = json.loads(json.dumps(raw))
     left_out = config_hash(parse_run(raw))
@@ -326,7 +324,7 @@ def test_the_packing_of_rows_is_the_same_written_out_or_not() -> None:
     assert config_hash(parse_run(texts)) == GOLDEN[0]["hash"]
 
 
-def test_the_weight_of_a_penalty_is_the_same_written_out_or_not() -> None:
+def test_the_default_weight_of_a_penalty_has_the_same_hash_if_it_is_written_out() -> None:
     name = "two stages with all at its default"
     golden = next(case for case in GOLDEN if case["name"] == name)
     before = parse_run(document(golden))

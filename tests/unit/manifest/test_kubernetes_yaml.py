@@ -26,7 +26,7 @@ def test_the_table_has_every_scalar_of_the_list() -> None:
     assert [row["text"] for row in ROWS] == [f"a: {text}\n" for text in scalars()]
 
 
-def test_the_table_is_what_kubernetes_reader_says() -> None:
+def test_the_table_matches_the_kubernetes_parser() -> None:
     if reason := toolbox.unavailable("kubeyaml"):
         pytest.skip(reason)
     assert ask_kubernetes() == ROWS
@@ -47,7 +47,7 @@ def test_a_scalar_has_the_value_that_an_api_server_would_store(row: dict[str, An
     assert json.dumps(found) == json.dumps(row["value"])
 
 
-def test_few_scalars_are_refused_on_purpose() -> None:
+def test_only_the_known_few_scalars_are_refused() -> None:
     refused = {
         row["text"].removeprefix("a: ").strip()
         for row in ROWS
@@ -68,7 +68,7 @@ def refusal(tmp_path: Path, change: str) -> str:
 
 
 @pytest.mark.parametrize("text", ["1e3", "no", "y", "0o17", "1_000", "10000.0", "Off"])
-def test_the_remedy_is_the_text_that_the_file_has(tmp_path: Path, text: str) -> None:
+def test_the_remedy_is_the_text_in_the_file(tmp_path: Path, text: str) -> None:
     for change, where in (
         (
             f"  template: {{env: [{{name: A, value: {text}}}]}}\n",
@@ -94,7 +94,7 @@ def test_the_remedy_is_the_text_that_the_file_has(tmp_path: Path, text: str) -> 
     assert f'Put it in quotes: "{text}"' in str(raised.value)
 
 
-def test_a_key_that_kubernetes_reads_as_another_type_is_refused(tmp_path: Path) -> None:
+def test_a_key_that_kubernetes_parses_as_another_type_is_refused(tmp_path: Path) -> None:
     message = refusal(tmp_path, "  template: {labels: {y: a}}\n")
     assert "the key 'y' is not a text (line 2); YAML reads it as true or false" in message
 
@@ -248,7 +248,7 @@ STRUCTURES = [
 @pytest.mark.parametrize(
     ("change", "where", "what"), STRUCTURES, ids=[one[1] for one in STRUCTURES]
 )
-def test_what_an_api_server_refuses_in_a_pod_template_is_refused_once_by_its_path(
+def test_a_pod_template_that_an_api_server_refuses_is_refused_once_with_its_path(
     tmp_path: Path, change: str, where: str, what: str
 ) -> None:
     message = refusal(tmp_path, f"  template:\n    {change}\n")
@@ -267,7 +267,7 @@ def test_what_an_api_server_refuses_in_a_pod_template_is_refused_once_by_its_pat
         "tolerations: [{key: a, tolerationSeconds: 9223372036854775807}]",
     ],
 )
-def test_what_an_api_server_takes_in_a_pod_template_is_taken(
+def test_a_pod_template_that_an_api_server_accepts_is_accepted(
     tmp_path: Path, change: str
 ) -> None:
     overlay = tmp_path / "overlay.yaml"
@@ -278,7 +278,7 @@ def test_what_an_api_server_takes_in_a_pod_template_is_taken(
         assert volumes[0]["configMap"]["defaultMode"] == 420
 
 
-def test_each_field_of_32_bits_of_the_definition_has_a_maximum() -> None:
+def test_each_32_bit_field_of_the_definition_has_a_maximum() -> None:
     definition = yaml.safe_load(
         (Path(__file__).parents[3] / "crds/trainingrun.yaml").read_text()
     )

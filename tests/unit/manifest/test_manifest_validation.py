@@ -78,7 +78,7 @@ def without_lines(text: str) -> str:
 
 
 @pytest.mark.parametrize("case", TABLE, ids=[case["name"] for case in TABLE])
-def test_an_object_is_refused_in_the_words_of_the_file_with_its_content(
+def test_an_object_is_refused_with_the_same_messages_as_a_file_with_its_content(
     case: dict[str, Any], tmp_path: Path
 ) -> None:
     document = changed(case["set"])
@@ -94,7 +94,7 @@ def test_an_object_is_refused_in_the_words_of_the_file_with_its_content(
             parse_object(sent(document))
 
 
-def test_what_the_cluster_adds_to_a_valid_object_is_no_problem() -> None:
+def test_fields_that_the_cluster_adds_to_a_valid_object_are_not_a_problem() -> None:
     run = parse_object(sent(BASE))
     assert problems_of(sent(BASE)) == () and run == read_object(sent(BASE))
     assert run.metadata.labels == {"team": "one"}
@@ -157,7 +157,9 @@ def test_what_the_cluster_adds_to_a_valid_object_is_no_problem() -> None:
     ],
     ids=["recipe", "horizon", "image", "volume", "manager", "kind"],
 )
-def test_what_a_run_keeps_cannot_be_replaced(changes: dict[str, Any], problem: str) -> None:
+def test_fields_that_a_run_keeps_cannot_be_replaced(
+    changes: dict[str, Any], problem: str
+) -> None:
     assert [
         str(found) for found in problems_of(sent(changed(changes)), old=sent(BASE))
     ] == [problem]
@@ -190,13 +192,13 @@ def test_what_a_run_keeps_cannot_be_replaced(changes: dict[str, Any], problem: s
         "the end of its volume",
     ],
 )
-def test_another_spelling_and_what_is_operational_may_change(
+def test_another_spelling_and_operational_fields_may_change(
     changes: dict[str, Any],
 ) -> None:
     assert problems_of(sent(changed(changes)), old=sent(BASE)) == ()
 
 
-def test_a_run_that_was_refused_before_it_began_may_change_as_a_whole() -> None:
+def test_a_run_that_was_refused_before_its_start_may_change_as_a_whole() -> None:
     bad = changed({"spec.training.schedule.warmup": "150%"})
     assert [problem.path for problem in problems_of(sent(bad))] == [
         "spec.training.schedule.warmup"
@@ -208,14 +210,14 @@ def test_a_run_that_was_refused_before_it_began_may_change_as_a_whole() -> None:
     )
 
 
-def test_an_invalid_update_says_what_is_invalid_and_not_what_changed() -> None:
+def test_an_invalid_update_reports_the_invalid_values_and_not_the_changes() -> None:
     bad = changed({"spec.training.batching.microBatchSize": 5})
     assert [problem.path for problem in problems_of(sent(bad), old=sent(BASE))] == [
         "spec.training.batching.globalBatchSize"
     ]
 
 
-def test_what_is_wrong_already_is_no_leave_to_change_what_is_fixed() -> None:
+def test_existing_problems_do_not_permit_a_change_of_fixed_fields() -> None:
     wrong = {"spec.template.labels": {"not a key": "x"}}
     (known,) = problems_of(sent(changed(wrong)))
     shorter = changed({**wrong, "spec.training.horizon": {"steps": 1}})
@@ -241,11 +243,11 @@ def test_each_of_the_twenty_files_is_refused_alike_as_a_file_and_as_an_object(
     assert [str(problem) for problem in problems_of(sent(document))] == said and said
 
 
-def test_there_are_twenty_files() -> None:
+def test_there_are_exactly_twenty_files() -> None:
     assert len(REFUSED) == 20
 
 
-def test_no_words_are_looked_for_where_an_object_is_all_problems(
+def test_the_search_for_similar_names_is_bounded_for_an_object_full_of_problems(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words: list[str] = []
@@ -265,7 +267,7 @@ def test_no_words_are_looked_for_where_an_object_is_all_problems(
 # ---- what an API server still keeps ------------------------------------------------------------------------
 
 
-def test_numbers_in_quotes_of_an_earlier_version_are_read_and_each_is_named() -> None:
+def test_quoted_numbers_of_an_earlier_version_are_parsed_and_each_is_named() -> None:
     old = changed({"spec.nodes": '{min: "2", max: 3}', "spec.workersPerNode": '"2"'})
     old["spec"]["training"]["metrics"] = {"port": 0, "lingerSeconds": "0.5k"}
     found, problems = with_plain_numbers(old)
@@ -307,7 +309,7 @@ def test_no_other_text_becomes_a_number() -> None:
         ("spec.resources.requests.cpu", " 7 "),
     ],
 )
-def test_a_text_that_looks_like_a_number_is_none_where_no_plain_integer_belongs(
+def test_a_text_like_a_number_stays_text_in_fields_without_plain_integers(
     path: str, text: Any
 ) -> None:
     # The field of nodes is read anew beside it.
@@ -323,7 +325,7 @@ def test_a_text_that_looks_like_a_number_is_none_where_no_plain_integer_belongs(
     assert found == wrong and problems_of(sent(found)) != ()
 
 
-def test_a_stored_number_in_quotes_is_no_leave_to_change_what_is_fixed() -> None:
+def test_a_stored_quoted_number_does_not_permit_a_change_of_fixed_fields() -> None:
     old = changed({"spec.workersPerNode": '"2"'})
     mended = changed({"spec.workersPerNode": 2})
     assert problems_of(sent(mended), old=sent(old)) == ()
@@ -355,7 +357,7 @@ def test_an_object_that_is_nested_too_deeply_has_one_problem() -> None:
         )
 
 
-def test_what_lies_too_deep_is_cut_and_what_does_not_stays_itself() -> None:
+def test_values_nested_too_deeply_are_cut_and_others_stay_unchanged() -> None:
     cut = cut_deep(nested(1_200))
     assert (
         json.dumps(cut).count('{"a"') == MAX_DEPTH - 2
@@ -364,7 +366,7 @@ def test_what_lies_too_deep_is_cut_and_what_does_not_stays_itself() -> None:
     assert cut_deep(BASE) is BASE
 
 
-def test_a_file_of_as_many_levels_as_a_file_may_have_is_not_too_deep(
+def test_a_file_with_the_largest_permitted_nesting_is_accepted(
     tmp_path: Path,
 ) -> None:
     # The mapping of the options is on level 4, so that its innermost values are on the last one.

@@ -13,7 +13,7 @@ from evergrad_manifest.reading.loader import load_manifest
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "migrating" / "arctictraining.md"
 
 
-def test_each_field_that_stands_for_an_option_of_arctictraining_exists() -> None:
+def test_each_field_that_replaces_an_option_of_arctictraining_exists() -> None:
     rows = re.findall(r"^\| `.*?\| (.*?) \|", PAGE.read_text("utf-8"), re.MULTILINE)
     fields = [name for cell in rows for name in re.findall(r"`([^`]+)`", cell)]
     assert len(fields) > 40
@@ -23,7 +23,7 @@ def test_each_field_that_stands_for_an_option_of_arctictraining_exists() -> None
         assert find_field(TrainingRun, path) is not None, name
 
 
-def test_a_file_of_arctictraining_and_the_converted_one_say_the_same(
+def test_a_file_of_arctictraining_and_its_conversion_are_equivalent(
     tmp_path: Path,
 ) -> None:
     theirs_text, ours_text = re.findall(

@@ -68,7 +68,7 @@ def read(name: str, folder: Path) -> tuple[dict[str, Any], Training]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_each_field_that_stands_for_an_option_exists(page: str) -> None:
+def test_each_field_that_replaces_an_option_exists(page: str) -> None:
     text = (FOLDER / f"{page}.md").read_text("utf-8")
     cells = re.findall(r"^\| `.*?\| (.*?) \|", text, re.MULTILINE)
     fields = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
@@ -80,7 +80,7 @@ def test_each_field_that_stands_for_an_option_exists(page: str) -> None:
 
 
 @pytest.mark.capability("C-49", "C-50")
-def test_a_file_of_chemlactica_and_the_converted_one_say_the_same(tmp_path: Path) -> None:
+def test_a_file_of_chemlactica_and_its_conversion_are_equivalent(tmp_path: Path) -> None:
     theirs, ours = read("chemlactica", tmp_path)
     overlay = theirs["train_config"]
     assert ours.optimizer.learning_rate == float(overlay["max_learning_rate"])
@@ -96,7 +96,7 @@ def test_a_file_of_chemlactica_and_the_converted_one_say_the_same(tmp_path: Path
     assert ours.tokenizer.path == theirs["model_config"]["tokenizer_path"]
 
 
-def test_a_file_of_optimus_dl_and_the_converted_one_say_the_same(tmp_path: Path) -> None:
+def test_a_file_of_optimus_dl_and_its_conversion_are_equivalent(tmp_path: Path) -> None:
     theirs, ours = read("optimus-dl", tmp_path)
     common, optimization = theirs["common"], theirs["optimization"]
     assert ours.horizon.steps == optimization["iterations"]
@@ -112,7 +112,7 @@ def test_a_file_of_optimus_dl_and_the_converted_one_say_the_same(tmp_path: Path)
     assert ours.batching.global_batch_size == 16 * optimization["acc_steps"] * 2
 
 
-def test_a_file_of_theseus_and_the_converted_one_say_the_same(tmp_path: Path) -> None:
+def test_a_file_of_theseus_and_its_conversion_are_equivalent(tmp_path: Path) -> None:
     theirs, ours = read("theseus", tmp_path)
     training, logging = theirs["training"], theirs["logging"]
     assert ours.batching.global_batch_size == training["batch_size"]
@@ -134,7 +134,7 @@ def test_a_file_of_theseus_and_the_converted_one_say_the_same(tmp_path: Path) ->
 
 
 @pytest.mark.capability("G-X6", "G-X7", "G-X9")
-def test_a_file_of_genolewm_and_the_converted_one_say_the_same(tmp_path: Path) -> None:
+def test_a_file_of_genolewm_and_its_conversion_are_equivalent(tmp_path: Path) -> None:
     theirs, ours = read("genolewm", tmp_path)
     encoder, optimizer, steps = (
         theirs["encoder"],

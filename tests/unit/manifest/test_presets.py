@@ -28,7 +28,7 @@ def load(text: str) -> TrainingRun:
     return load_manifest(BASE, overrides=[f"spec.training.model={text}"]).run
 
 
-def test_a_name_means_for_ever_what_it_meant_at_first() -> None:
+def test_a_preset_name_never_changes_its_meaning() -> None:
     hashes = {
         name: sha256(json.dumps(dict(config), sort_keys=True).encode()).hexdigest()[:16]
         for name, config in PRESETS.items()
@@ -37,7 +37,7 @@ def test_a_name_means_for_ever_what_it_meant_at_first() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_run_with_a_preset_is_the_run_with_its_configuration(name: str) -> None:
+def test_a_run_with_a_preset_equals_the_run_with_its_configuration(name: str) -> None:
     run = load(f"{{preset: {name}}}")
     written = load(f"{{config: {json.dumps(dict(PRESETS[name]))}}}")
     assert config_hash(run) == config_hash(written)
@@ -50,7 +50,7 @@ def test_a_run_with_a_preset_is_the_run_with_its_configuration(name: str) -> Non
 
 @pytest.mark.capability("C-5")
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_size_is_that_of_the_blocks(name: str) -> None:
+def test_the_size_in_a_preset_name_is_the_size_of_its_blocks(name: str) -> None:
     config = PRESETS[name]
     width, inner = config["hidden_size"], config["intermediate_size"]
     blocks = config["num_hidden_layers"] * (4 * width**2 + 3 * width * inner)
@@ -60,7 +60,7 @@ def test_a_size_is_that_of_the_blocks(name: str) -> None:
     assert width % config["num_attention_heads"] == 0
 
 
-def test_settings_of_a_model_stand_beside_a_preset() -> None:
+def test_model_settings_can_be_combined_with_a_preset() -> None:
     model = Model.model_validate({"preset": "llama-10M", "embeddingNoise": 5})
     assert model.config is not None and model.config["hidden_size"] == 320
     assert (model.preset, model.embedding_noise) == (None, 5)

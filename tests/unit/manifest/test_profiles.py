@@ -111,12 +111,12 @@ PRECEDENCE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", list(PRECEDENCE))
-def test_each_kind_of_value_is_merged_as_the_page_says(name: str) -> None:
+def test_each_kind_of_value_is_merged_as_the_page_documents(name: str) -> None:
     defaults, own, merged = PRECEDENCE[name]
     assert spec_of(run(**own), defaults) == {"training": SPEC["training"], **merged}
 
 
-def test_the_namespace_wins_over_the_installation() -> None:
+def test_the_namespace_overrides_the_installation() -> None:
     below = {"queueName": "all", "image": "a/b:1", "template": {"tolerations": [GPU]}}
     above = {"queueName": "team", "template": {"tolerations": [SPOT]}}
     assert merge_defaults(below, above) == {
@@ -126,14 +126,14 @@ def test_the_namespace_wins_over_the_installation() -> None:
     }
 
 
-def test_a_queue_is_a_label_of_a_run_that_has_none() -> None:
+def test_a_queue_becomes_a_label_of_a_run_without_one() -> None:
     assert apply_defaults(run(), {"queueName": "q"})["metadata"]["labels"] == {QUEUE: "q"}
     named = {**run(), "metadata": {"name": "r", "labels": {QUEUE: "mine", "a": "b"}}}
     assert apply_defaults(named, {"queueName": "q"})["metadata"] == named["metadata"]
 
 
 @pytest.mark.parametrize("spec", [None, "text", {"resources": "x", "template": [1]}])
-def test_a_run_that_cannot_be_read_stays_as_it_is_for_its_own_validation(spec: Any) -> None:
+def test_a_run_that_cannot_be_parsed_is_left_to_its_own_validation(spec: Any) -> None:
     document = {**run(), "spec": spec}
     defaults = {"resources": {"requests": {"cpu": "1"}}, "template": {"tolerations": [GPU]}}
     assert apply_defaults(document, defaults)["spec"] == spec
@@ -182,7 +182,7 @@ def _contains(merged: Any, own: Any) -> bool:
 
 
 @given(defaults=_SPECS, own=_SPECS)
-def test_the_runs_own_value_always_wins_and_a_second_merge_changes_nothing(
+def test_the_value_of_the_run_always_wins_and_a_second_merge_changes_nothing(
     defaults: dict[str, Any], own: dict[str, Any]
 ) -> None:
     before = copy.deepcopy((defaults, own))
@@ -246,12 +246,12 @@ def test_a_profile_never_changes_the_identity_of_a_run() -> None:
         ({"allows": {"rdma": ["hca"]}}, "allows.rdma[0]: 'hca' is no device"),
     ],
 )
-def test_a_wrong_profile_is_refused_with_the_place(profile: Any, said: str) -> None:
+def test_an_invalid_profile_is_refused_with_the_position(profile: Any, said: str) -> None:
     problems = [str(one) for one in check_profile(profile)]
     assert any(said in one for one in problems), problems
 
 
-def test_all_problems_of_a_profile_come_at_once() -> None:
+def test_all_problems_of_a_profile_are_reported_together() -> None:
     wrong = {
         "defaults": {"image": "A B", "queueName": "a b"},
         "allows": {"rdma": ["x y/z"]},
@@ -259,7 +259,7 @@ def test_all_problems_of_a_profile_come_at_once() -> None:
     assert len(check_profile(wrong)) == 3
 
 
-def test_a_namespace_has_defaults_and_allows_nothing() -> None:
+def test_a_namespace_profile_may_set_defaults_but_not_allows() -> None:
     profile = {"defaults": {}, "allows": {"rdma": ["rdma/x"]}, "namespaces": ["a"]}
     assert check_profile(profile) == ()
     found = [str(one) for one in check_profile(profile, of_namespace=True)]
@@ -289,7 +289,7 @@ def execute(*arguments: str | Path) -> int:
     return validate.execute(parser.parse_args([str(argument) for argument in arguments]))
 
 
-def test_validate_shows_what_profiles_fill_in(
+def test_validate_shows_the_values_that_profiles_set(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
@@ -311,7 +311,7 @@ def test_validate_shows_what_profiles_fill_in(
     assert resolved["spec"]["image"] == "registry.example/a:1"
 
 
-def test_the_pages_command_shows_what_its_profiles_fill_in(
+def test_the_command_on_the_page_shows_the_values_that_its_profiles_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = PAGE.read_text("utf-8")
@@ -354,7 +354,7 @@ def test_the_pages_command_shows_what_its_profiles_fill_in(
         ),
     ],
 )
-def test_validate_refuses_a_wrong_profile(
+def test_validate_refuses_an_invalid_profile(
     text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "profile.yaml").write_text(text)

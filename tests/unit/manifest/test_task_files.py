@@ -47,14 +47,14 @@ def beside(tmp_path: Path) -> Path:
 
 @pytest.mark.acceptance("8d-16d")
 @pytest.mark.capability("A-64")
-def test_the_task_and_what_it_imports_beside_it_are_collected(beside: Path) -> None:
+def test_the_task_and_its_neighbouring_imports_are_collected(beside: Path) -> None:
     files = collect_task(training(), beside)
     assert set(files) == {"mine.py", "losses.py", "parts/__init__.py", "parts/table.py"}
     assert files["losses.py"] == "ONE = 1\n"
     assert collect_task(training(recipe="pretrain"), beside) == {}
 
 
-def test_carried_files_are_written_into_a_folder_of_their_content(
+def test_carried_files_are_written_into_a_folder_named_by_their_content(
     beside: Path, tmp_path: Path
 ) -> None:
     files = collect_task(training(), beside)
@@ -74,7 +74,7 @@ def test_carried_files_are_written_into_a_folder_of_their_content(
     assert (task_folder(changed, volume) / "losses.py").read_text() == "ONE = 2\n"
 
 
-def test_a_file_that_a_crash_has_emptied_is_written_again(tmp_path: Path) -> None:
+def test_a_damaged_file_is_written_again(tmp_path: Path) -> None:
     task = training(files={"mine.py": "ONE = 1\n"})
     path = task_folder(task, tmp_path) / "mine.py"
     for damage in (b"", b"ONE", b"\xff"):
@@ -85,7 +85,7 @@ def test_a_file_that_a_crash_has_emptied_is_written_again(tmp_path: Path) -> Non
     assert [one.name for one in path.parent.iterdir()] == ["mine.py"]
 
 
-def test_a_file_that_is_not_there_is_a_problem_of_the_recipe(beside: Path) -> None:
+def test_a_missing_task_file_is_a_problem_of_the_recipe(beside: Path) -> None:
     assert task_problems(training(), base_directory=beside) == []
     (problem,) = task_problems(training(recipe="yours:Task"), base_directory=beside)
     assert str(problem).startswith(
@@ -93,7 +93,7 @@ def test_a_file_that_is_not_there_is_a_problem_of_the_recipe(beside: Path) -> No
     )
 
 
-def test_a_task_that_is_too_large_to_travel_is_refused(beside: Path) -> None:
+def test_a_task_that_is_too_large_to_carry_is_refused(beside: Path) -> None:
     (beside / "losses.py").write_text(f"TEXT = '{'x' * 300_000}'\n")
     with pytest.raises(
         ConfigurationError, match=r"bytes together; a run carries at most 262,144"
@@ -117,9 +117,7 @@ def test_a_run_carries_the_module_that_its_recipe_names_as_a_file_or_as_a_packag
 
 
 @pytest.mark.capability("A-2")
-def test_a_run_that_does_not_carry_its_module_is_refused_before_any_node_looks_for_it() -> (
-    None
-):
+def test_a_run_without_its_module_among_the_files_is_refused_before_a_node_starts() -> None:
     (problem,) = carried("mine:Task", "yours.py")
     assert problem.startswith("spec.training.files: mine.py is not among the files. Add it")
 
@@ -128,14 +126,14 @@ def test_a_run_that_does_not_carry_its_module_is_refused_before_any_node_looks_f
     "name",
     ["../mine.py", "/mine.py", "parts/../../mine.py", "mine.sh", ".mine.py", "a//b.py"],
 )
-def test_no_name_of_a_file_leads_out_of_its_folder(name: str) -> None:
+def test_no_file_name_leads_out_of_its_folder(name: str) -> None:
     assert any(
         "cannot be a file's name" in problem
         for problem in carried("mine:Task", "mine.py", name)
     )
 
 
-def test_the_api_server_stores_whatever_files_submit_sends() -> None:
+def test_the_api_server_can_store_all_files_that_submit_sends() -> None:
     node = build_root()["properties"]["spec"]["properties"]["training"]["properties"][
         "files"
     ]

@@ -27,7 +27,7 @@ def execute(*arguments: str | Path) -> int:
     return validate.execute(parser.parse_args([str(argument) for argument in arguments]))
 
 
-def test_a_valid_manifest_is_one_line_and_exit_0(
+def test_a_valid_manifest_prints_one_line_and_exits_with_0(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert execute(BASE) == 0
@@ -39,7 +39,7 @@ def test_a_valid_manifest_is_one_line_and_exit_0(
     assert err == ""
 
 
-def test_an_invalid_manifest_is_every_problem_and_exit_64(
+def test_an_invalid_manifest_prints_every_problem_and_exits_with_64(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert execute(BASE, "--set", "spec.nodes.max=1", "--set", "spec.training.zzz=1") == 64
@@ -77,7 +77,9 @@ def test_overlays_and_overrides_are_applied_in_their_order(
     assert "valid: three" in capsys.readouterr().out
 
 
-def test_json_is_one_document_either_way(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_is_one_document_for_valid_and_invalid_manifests(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert execute(BASE, "--json") == 0
     good = json.loads(capsys.readouterr().out)
     assert good["valid"] is True and good["problems"] == []
@@ -95,7 +97,7 @@ def test_json_is_one_document_either_way(capsys: pytest.CaptureFixture[str]) -> 
     assert problem["remedy"] == "Keep one, remove the rest"
 
 
-def test_a_task_that_prepares_its_data_itself_is_one_line_without_sources(
+def test_a_task_that_prepares_its_own_data_prints_one_line_without_sources(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = yaml.safe_load(BASE.read_text())
@@ -124,7 +126,7 @@ def a_script(folder: Path, **script: Any) -> Path:
     return path
 
 
-def test_a_script_is_one_line_too(
+def test_a_script_prints_one_line_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = a_script(tmp_path)
@@ -146,7 +148,7 @@ def test_a_script_is_one_line_too(
 
 
 @pytest.mark.acceptance("input-A-2")
-def test_a_python_file_that_is_not_beside_its_manifest_is_named(
+def test_a_missing_python_file_of_the_command_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = a_script(tmp_path)
@@ -170,13 +172,13 @@ def test_a_python_file_that_is_not_beside_its_manifest_is_named(
     [["/in/the/pod/train.py"], ["-m", "nothing"], ["no-such-program"]],
     ids=" ".join,
 )
-def test_what_only_the_pod_may_have_is_not_looked_for(
+def test_programs_that_only_the_pod_may_have_are_not_searched_for(
     command: list[str], tmp_path: Path
 ) -> None:
     assert execute(a_script(tmp_path, command=command)) == 0
 
 
-def test_the_resolved_manifest_is_a_manifest(
+def test_the_resolved_manifest_is_a_valid_manifest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert execute(BASE, "--print-resolved") == 0
@@ -203,7 +205,7 @@ def test_a_terminal_without_unicode_gets_escapes_and_no_traceback(
     assert b"l\\xe4uft.yaml" in plain.buffer.getvalue()  # type: ignore[attr-defined]
 
 
-def test_other_commands_share_the_arguments() -> None:
+def test_other_commands_can_use_the_same_arguments() -> None:
     parser = argparse.ArgumentParser()
     add_manifest_arguments(parser)
     loaded = load_from(parser.parse_args([str(BASE), "--set", "metadata.name=x"]))
