@@ -84,9 +84,9 @@ def plan_events(seed: int, kind: str = "") -> Iterator[ChaosEvent]:
 
 def _draw(source: random.Random, *, delay_seconds: float) -> Disturbance:
     kind = source.choices(list(_WEIGHTS), weights=list(_WEIGHTS.values()))[0]
-    # Below three seconds nobody is missed; above, the node is lost and comes back.
+    # A freeze of less than 3 s is not noticed. After a longer freeze, the node is lost and joins again.
     length = source.uniform(1.0, 2.5) if source.random() < 0.7 else source.uniform(3.2, 6.0)
-    # Some live long, as most do in a cluster: what they hold must not grow.
+    # Prefer high indices, so that some nodes live long, as in a cluster: their memory must not grow.
     pick = source.random() ** 0.6
     return Disturbance(
         kind, pick, round(length, 3) if kind in _FREEZES else 0.0, round(delay_seconds, 3)
@@ -98,10 +98,10 @@ def choose_victim(
     alive: Mapping[int, int],
     whole: Set[int],
 ) -> int | None:
-    """Index of a node that may be disturbed: without it somebody still holds the newest state. None if there
-    is none.
+    """Return the index of a node that may be disturbed, so that another node still holds the newest state, or
+    None.
 
-    ``alive``: process id by index; ``whole``: the process ids of those that hold the state.
+    ``alive``: process id by index. ``whole``: process ids of the nodes that hold the state.
     """
     can_go = sorted(index for index, pid in alive.items() if whole - {pid})
     return can_go[min(int(pick * len(can_go)), len(can_go) - 1)] if can_go else None

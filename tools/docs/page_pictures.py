@@ -1,6 +1,5 @@
 """Takes the pictures of the live pages in docs/images: a run in light, dark and on a telephone, and all runs.
 
-
 The pages are the real pages in a headless Chromium, with runs whose clock this program controls
 (``page_site``, the helper of the pages' tests). The pictures are not compared byte by byte, because fonts
 differ between machines. After a change of a page, take them again and look at them:

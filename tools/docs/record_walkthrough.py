@@ -1,6 +1,5 @@
 """Writes walkthrough.md: runs the README's commands for a cluster, and some more, and records their output.
 
-
 Run it as root from the root of the repository while no cluster of `make cluster` is up:
 
     .venv/bin/python tools/docs/record_walkthrough.py

@@ -1,9 +1,9 @@
 """The interface of a recipe: everything that its author imports, and everything that the core uses of it.
 
-A task owns what is trained: its options, preparation, sources, stages, modules, loss and evaluators. The core
-owns the rest: the order of the samples and their hash, the step and its collectives, the optimizer,
-checkpoints, resumption, changes of the world. Each method is called on every rank with the same arguments,
-but for :meth:`Task.loss`, whose batches the ranks share.
+A task defines what is trained: its options, preparation, sources, stages, modules, loss and evaluators. The
+core provides the rest: the order of the samples and their hash, the step and its collectives, the optimizer,
+checkpoints, resumption, and changes of the world. Each method is called on every rank with the same
+arguments, except :meth:`Task.loss`, whose batches are divided between the ranks.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -48,7 +48,7 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments that a task is made from.
+    """The arguments with which a task is created.
 
     ``training``: the typed section ``spec.training`` of the file. ``options``: the recipe's own options.
     ``base_directory``: the directory that relative paths start from. ``run_directory``: the directory of the
@@ -146,7 +146,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     order on all ranks. Otherwise ``tensor`` itself is returned. For example, a weight of shape [V, H] that is
     sharded over 4 ranks is returned with shape [V, H] on each of them.
     """
-    # Not by its type, whose import takes a second that a file which is only checked should not wait for.
+    # Do not check the type: importing it takes a second, even if a file is only validated.
     gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 
@@ -172,10 +172,10 @@ class Evaluator:
 
 
 class Task(Protocol):
-    """A recipe: what is trained. Made once in each process, from a :class:`Setup`.
+    """A recipe: what is trained. Created once in each process, from a :class:`Setup`.
 
-    A class variable ``loss_items`` names, in the plural, what the weight of its batches counts, if it does
-    not count tokens: reports use it as the unit of the loss, and show no perplexity.
+    If the weight of its batches does not count tokens, a class variable ``loss_items`` names the counted
+    items in the plural. Reports then use it as the unit of the loss, and show no perplexity.
     """
 
     Options: ClassVar[type[Section]]
@@ -200,40 +200,41 @@ class Task(Protocol):
         """
 
     def stages(self, prepared: Prepared) -> Sequence[Stage]:
-        """Sources of each stage, and how they are mixed. Only the last stage has no end.
+        """Return the sources of each stage, and how they are mixed. Only the last stage has no end.
 
         For example, a curriculum returns two stages: short rows for 1,000 steps, then long rows.
         """
 
     def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
-        """Measurements between steps, by name."""
+        """Return measurements between steps, by name."""
 
     def observers(self) -> Sequence[Observer]:
-        """Observers of steps and evaluations, on every rank; their state is saved.
+        """Return observers of steps and evaluations, which run on every rank and whose state is saved.
 
-        They may ask for a stop, a save or an evaluation.
+        They may request a stop, a save or an evaluation.
         """
 
     def build(self, build_model: Callable[[], nn.Module]) -> Modules:
-        """The modules with their initial values, on the CPU: a function of the seed alone, which the core has
-        set.
+        """Return the modules with their initial values, on the CPU. They must depend only on the seed, which
+        the core has set.
 
-        ``build_model`` makes the model that ``spec.training.model`` describes.
+        ``build_model`` builds the model that ``spec.training.model`` describes.
         """
 
     def loss(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
-        """The sums of one micro-batch, whose tensors are on the device. May be compiled; changes nothing.
+        """Return the sums of one micro-batch, whose tensors are on the device. It may be compiled and must
+        change nothing.
 
-        Under ``parallelism: fsdp2`` it calls the same modules in the same order for every batch, since the
+        Under ``parallelism: fsdp2``, call the same modules in the same order for every batch, because the
         ranks call them together: see :class:`Modules`.
         """
 
     def enter(self, modules: Modules, stage: Stage) -> None:
-        """Prepare the modules for ``stage``, at the end of the step before it; for the first stage after they
-        were built.
+        """Prepare the modules for ``stage``, at the end of the previous step, or after the build for the
+        first stage.
 
-        Changes tensors alone: a newcomer and a resumed run get these tensors, and no calls for stages
-        that were entered before. Random numbers of torch are the same on every rank.
+        Change only tensors: a node that joins and a resumed run receive these tensors, but this method is not
+        called again for stages that were entered before. Random numbers of torch are the same on every rank.
         """
 
     def after_update(self, modules: Modules, metrics: Mapping[str, float]) -> None:

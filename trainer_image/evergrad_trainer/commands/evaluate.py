@@ -94,8 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Evaluate; the exit code is 0, 1 where --compare has found a difference, or 75 where a stop cut it: what
-    was measured is kept then.
+    """Evaluate. Returns 0, or 1 if --compare has found a difference, or 75 if a stop interrupted the
+    evaluation; the partial result is then kept.
 
     Raises InputError, RunDirectoryError, CheckpointError and ConfigurationError.
     """

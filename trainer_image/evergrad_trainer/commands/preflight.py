@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Print every finding; exit 64 if one is an error."""
-    # torch and the model's library take seconds to import, which `evergrad --help` need not wait for.
+    """Print every finding. Returns 64 if one of them is an error."""
+    # Import these here: torch and the model's library take seconds to import, which --help should not need.
     from evergrad_trainer.preflight.checks import examine
     from evergrad_trainer.run.start_request import describe_findings
 
@@ -54,7 +54,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(described, indent=2))
     else:
-        # Errors go where a pipeline still shows them when it keeps the rest.
+        # Print errors to stderr, where they are visible even if a pipeline processes stdout.
         for finding in findings:
             print(
                 f"{_MARKS[finding.level]}  {finding.problem}",

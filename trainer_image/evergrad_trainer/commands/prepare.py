@@ -268,10 +268,9 @@ def prepare_with_progress(
     begun_with: Collection[str] = (),
 ) -> Prepared:
     """Run ``prepare`` with a bar if stderr is a terminal, or else with a line every few seconds.
-    ``on_progress`` is called beside it.
 
-    Says nothing when there is nothing to do, but for lines that were skipped as malformed and rows that were
-    left out or cut: those are named at every start.
+    ``on_progress`` is called, too. If there is nothing to do, prints only the lines that were skipped as
+    malformed and the rows that were left out or cut, which are reported at every start.
     """
     shown = sys.stderr
     chosen: _Display = _Bar(shown) if shown.isatty() else _Lines(shown)

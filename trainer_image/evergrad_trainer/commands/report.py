@@ -14,7 +14,7 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the run, and where its report goes."""
+    """Define the arguments for the run, and for the location of its report."""
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument(
         "--output",
@@ -39,13 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Write all three files.
 
-    Raises RunDirectoryError for what is no run directory or cannot be read or written.
+    Raises RunDirectoryError if the directory is not a run directory, or cannot be read or written.
     """
-    # Plots take a second to import; --help should not.
+    # Import this here, because plots take a second to import, which --help should not need.
     from evergrad_trainer.report.build import write_report
     from evergrad_trainer.run.directory import dumps_strict
 
-    # The file of that name is this process's standard input, on Linux and macOS alike.
+    # This path is the standard input of this process, on Linux and on macOS.
     object_path = Path("/dev/stdin") if args.cluster_run == Path("-") else args.cluster_run
     paths = write_report(args.run, output=args.output, cluster_run=object_path)
     if not args.json:
@@ -54,7 +54,7 @@ def execute(args: argparse.Namespace) -> int:
         print(f"        {paths.summary}")
         return int(ExitCode.DONE)
 
-    # The figures of the page, unrounded, and where they went.
+    # Print the figures of the page without rounding, and the paths of the files.
     places = {
         "html": str(paths.html),
         "markdown": str(paths.markdown),

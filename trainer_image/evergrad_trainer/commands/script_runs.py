@@ -1,4 +1,4 @@
-"""The beginning and the end of a script's run, the same for one node and for several on this machine."""
+"""Start and end of a script's run, the same for one node and for several nodes on one machine."""
 
 import time
 from collections.abc import Callable
@@ -16,15 +16,15 @@ from evergrad_trainer.run.resume import resolved_script_record
 def prepare_script(
     loaded: LoadedManifest, directory: RunDirectory, serve: Callable[[], int]
 ) -> Callable[[], int]:
-    """Check the script's files, record the run, and import what workers will need; the result serves and
-    marks the end.
+    """Check the script's files, record the run, and import what workers will need. Returns a function that
+    serves the run and marks its end.
 
-    Each node writes the same record and the same mark, so the directory tells whose it is whoever comes
-    first, and that all is done whoever goes last. Raises ConfigurationError.
+    All nodes write the same record and the same mark, so the order of the nodes does not matter. Raises
+    ConfigurationError if the script's files are not valid.
     """
     run, base = loaded.run, loaded.base_directory
     raise_if(script_problems(run.script, base_directory=base), ConfigurationError)
-    # The files are checked before anything is written.
+    # Write only after the files were checked.
     directory.create()
     directory.write_resolved(
         resolved_script_record(run, base_directory=describe_base(base, directory.path))

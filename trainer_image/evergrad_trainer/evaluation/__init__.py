@@ -1,1 +1,1 @@
-"""Evaluates checkpoints of a run beside it, or after it: `evergrad evaluate`."""
+"""Evaluates checkpoints of a run while it trains or afterwards: `evergrad evaluate`."""

@@ -1,4 +1,4 @@
-"""Compares what a reloaded checkpoint gives with what the run measured when it saved it."""
+"""Compares the results of a reloaded checkpoint with the results that the run measured when it saved it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from evergrad_trainer.run.directory import RunDirectory
 
 @dataclass(frozen=True)
 class Compared:
-    """The verdict on one evaluation set: ``is_equal``, and in words. ``live``: the run's own loss."""
+    """Result for one evaluation set. ``verdict``: ``is_equal`` as a text. ``live``: the run's own loss."""
 
     name: str
     live: float | None
@@ -23,12 +23,12 @@ class Compared:
 def compare_with_run(
     directory: RunDirectory, rows: Sequence[Mapping[str, Any]], *, tolerance: float
 ) -> list[Compared]:
-    """Compare each result in ``rows`` with the newest one that the run itself has of the same step and set.
+    """Compare each result in ``rows`` with the run's newest result of the same step and set.
 
-    ``tolerance``: largest relative difference. A set that the run has not measured at that step is no
-    agreement: nothing was compared.
+    ``tolerance``: largest relative difference. A set that the run has not measured at this step counts as
+    different, because nothing was compared.
     """
-    # The last row of a step counts, as everywhere.
+    # The last row of a step is valid, as in all reports.
     rows_of_run = read_evaluations_in_time(
         directory.evaluation, [], read_beginnings(directory)
     )

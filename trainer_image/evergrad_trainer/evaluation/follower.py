@@ -17,15 +17,16 @@ def watch(
 ) -> Iterator[Measured]:
     """Yield each result of each checkpoint, the oldest checkpoint first.
 
-    ``wait`` lets a while pass; it returns whether this process was asked to stop, which ends the iteration.
-    ``warn`` is told of checkpoints that cannot be evaluated: damaged ones, and those that were retired first.
-    Raises CutError in the middle of an evaluation.
+    ``wait`` waits for some time, and returns whether this process was requested to stop, which ends the
+    iteration. ``warn`` receives a message for each checkpoint that cannot be evaluated, because it is damaged
+    or was removed. Raises CutError if a stop interrupts an evaluation.
     """
     done: set[tuple[str, str]] = set()
     while True:
-        # Looked at before the checkpoints: whatever is published before the mark is among them.
+        # Read the mark before the list of checkpoints, so that the list contains all checkpoints before the
+        # mark.
         is_complete = directory.is_complete()
-        # By its manifest, too: another checkpoint may have had its name before.
+        # Compare manifests, too, because an earlier checkpoint may have had the same name.
         waiting = [
             (one, key)
             for one in reversed(list_checkpoints(evaluator.store))
@@ -36,7 +37,7 @@ def watch(
             if is_complete or wait():
                 return
             continue
-        # One at a time: retention continues meanwhile, and newer ones may have come.
+        # Evaluate one checkpoint at a time: meanwhile, retention continues and newer checkpoints may arrive.
         candidate, key = waiting[0]
         done.add(key)
         if candidate.manifest is None:

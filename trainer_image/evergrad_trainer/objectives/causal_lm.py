@@ -19,8 +19,8 @@ from evergrad_trainer.objectives.linear_cross_entropy import (
 
 
 class LossSum(Protocol):
-    """A function (input_ids [b, S], labels [b, S], already shifted, position_ids [b, S] or None) → sum of
-    token losses in nats, a float32 scalar."""
+    """A function of (input_ids [b, S], labels [b, S], already shifted, position_ids [b, S] or None). It
+    returns the sum of token losses in nats, a float32 scalar."""
 
     def __call__(
         self,
@@ -31,19 +31,21 @@ class LossSum(Protocol):
 
 
 def causal_lm_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> LossSum:
-    """A function → sum of token losses.
+    """Return a function that computes the sum of token losses.
 
-    With positions a row holds several documents, each of which begins at position 0 and sees no other.
+    With positions, a row contains several documents; each document begins at position 0 and attends only to
+    itself.
 
-    The sum, not the mean: the step divides by its global number of valid tokens, so that the result depends
-    neither on the number of slots nor on who computes them. While training it includes the router loss of a
-    mixture of experts, weighted by the configuration's own coefficient; an evaluation is of the tokens alone.
-    ``chunk_tokens``: logits exist for at most so many tokens at a time, see :mod:`.linear_cross_entropy`.
+    The result is a sum instead of a mean: the step divides by its global number of valid tokens, so that the
+    result does not depend on the number of slots or on the rank that computes each. In training, it includes
+    the router loss of a mixture of experts, weighted by the configuration's own coefficient; an evaluation
+    includes only the token losses. ``chunk_tokens``: maximum number of tokens whose logits exist at a time,
+    see :mod:`.linear_cross_entropy`.
     """
 
     config: Any = getattr(model, "config", None)
     coefficient = 0.0 if config is None else router_coefficient(config)
-    # A router loss that weighs nothing is computed as well.
+    # A router loss with weight 0 is computed as well.
     takes_mask = config is None or not has_router_loss(config)
     head = None if chunk_tokens is None else find_head(model)
 
@@ -71,7 +73,7 @@ def causal_lm_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> Loss
                 logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
             )
         if coefficient and model.training:
-            # A mean over the tokens, made a sum like the other one.
+            # Multiply the mean over the tokens by their number, because the other value is a sum.
             loss = (
                 loss
                 + coefficient * outputs.aux_loss.float() * (labels != IGNORE_INDEX).sum()

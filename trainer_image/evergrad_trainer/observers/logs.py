@@ -17,8 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Handler that writes to whatever ``sys.stderr`` is by then: while the progress bar is up, that is the
-    bar's own proxy."""
+    """Writes to the current ``sys.stderr``, which is the progress bar's own stream while the bar is shown."""
 
     @property
     def stream(self) -> TextIO:
@@ -30,7 +29,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 class _FileHandler(logging.Handler):
-    """Handler that appends to a file of bounded size, and drops what the volume refuses."""
+    """Appends to a file of bounded size, and drops records that the volume refuses."""
 
     def __init__(self, path: Path) -> None:
         """Open the file. Raises OSError."""
@@ -51,13 +50,13 @@ class _FileHandler(logging.Handler):
 
 @dataclass(frozen=True)
 class Logs:
-    """The handlers ``setup_logging`` has installed."""
+    """The handlers that ``setup_logging`` has installed."""
 
     handlers: tuple[logging.Handler, ...]
     previous_level: int
 
     def close(self) -> None:
-        """Take the handlers out again and close the file."""
+        """Remove the handlers, and close the file."""
         root = logging.getLogger()
         for handler in self.handlers:
             root.removeHandler(handler)
@@ -74,10 +73,9 @@ def setup_logging(
     level: int = logging.INFO,
     on_terminal: bool | None = None,
 ) -> Logs:
-    """Log to ``logs/node-<node>-rank-<rank>.log`` (appending), and warnings to stderr if ``on_terminal``
-    (default: rank 0's).
+    """Log to ``logs/node-<node>-rank-<rank>.log`` (appending), and warnings to stderr if ``on_terminal``.
 
-    Raises RunDirectoryError.
+    By default, only rank 0 logs to stderr. Raises RunDirectoryError if the file cannot be opened.
     """
     path = directory.logs / f"node-{node}-rank-{rank}.log"
     with reported(path, what="cannot be opened for appending"):
@@ -85,7 +83,7 @@ def setup_logging(
     prefix = f"%(asctime)s.%(msecs)03d node {node} rank {rank} %(levelname)s %(name)s: %(message)s"
     file.setFormatter(_FileFormatter(prefix, datefmt="%Y-%m-%dT%H:%M:%S"))
     handlers: list[logging.Handler] = [file]
-    # One voice on the terminal: with many ranks the same warning would come many times.
+    # Only one rank writes to the terminal: otherwise the same warning would be repeated for each rank.
     if rank == 0 if on_terminal is None else on_terminal:
         terminal = _StderrHandler()
         terminal.setLevel(logging.WARNING)
@@ -96,13 +94,13 @@ def setup_logging(
     root.setLevel(level)
     for handler in handlers:
         root.addHandler(handler)
-    # Warnings of libraries belong into the log too, and not across the progress bar.
+    # Write warnings of libraries to the log, instead of across the progress bar.
     logging.captureWarnings(True)
     return logs
 
 
 class _FileFormatter(logging.Formatter):
-    """Formatter without sequences of bases, which a library's error may quote, its traceback too."""
+    """Formatter that hides sequences of bases, which errors and tracebacks of libraries may quote."""
 
     def format(self, record: logging.LogRecord) -> str:
         return hide_bases(super().format(record))
@@ -116,7 +114,7 @@ class _TerminalFormatter(logging.Formatter):
 
 
 class EventLog(BaseObserver):
-    """Observer that writes the run's transitions into rank 0's log, so that it can be read alone."""
+    """Observer that writes the run's transitions into rank 0's log, so that the log is complete by itself."""
 
     def run_start(self, info: RunInfo) -> None:
         _log.info("run %s", dumps_strict(info.__dict__))

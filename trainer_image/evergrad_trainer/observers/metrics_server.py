@@ -15,7 +15,7 @@ _FIELD = "spec.training.metrics.port"
 
 class _SilentHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """Write nothing: a line a scrape would only fill the log."""
+        """Write nothing, because one line per scrape would fill the log."""
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
@@ -26,7 +26,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         super().__init__(place[:2], _SilentHandler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
-        # The standard server asks DNS for the host's full name, which takes seconds where nothing answers.
+        # The standard server asks DNS for the host's full name, which takes seconds if no server responds.
         self.server_name, self.server_port = "localhost", place[1]
         self.setup_environ()
 
@@ -41,7 +41,8 @@ class MetricsServer:
         port: int,
         host: str,
     ) -> None:
-        """Listen on ``port`` of ``host``; 0 takes a free one. Raises ConfigurationError, naming the field."""
+        """Listen on ``port`` of ``host``; 0 selects a free port. Raises ConfigurationError with the field's
+        path."""
         try:
             self._server = _Server(open_listener(host, port))
             self._server.set_app(make_wsgi_app(registry))
@@ -60,7 +61,7 @@ class MetricsServer:
             ) from error
         self.port = self._server.server_port
         self.address = f"http://localhost:{self.port}/metrics"
-        # A daemon: a scrape that hangs must not keep the process alive.
+        # Use a daemon thread, so that a scrape that hangs does not keep the process alive.
         self._thread = threading.Thread(
             target=self._server.serve_forever,
             kwargs={"poll_interval": 0.1},
@@ -71,7 +72,7 @@ class MetricsServer:
 
     def close(self) -> None:
         """Stop listening and end the thread. A second call does nothing."""
-        # shutdown() waits for the loop, which would be for ever where it is not running.
+        # shutdown() waits for the loop, and would wait forever if the loop does not run.
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()

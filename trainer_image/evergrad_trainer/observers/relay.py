@@ -25,15 +25,15 @@ _log = logging.getLogger(__name__)
 class Relay(BaseObserver):
     """Observer on the sending side.
 
-    ``send(kind, record)``: ``kind`` is the observer's method, ``record`` its argument as JSON values.
+    ``send(kind, record)``: ``kind`` is the observer's method, and ``record`` its argument as JSON values.
     """
 
     def __init__(self, send: Callable[[str, dict[str, Any]], None]) -> None:
         self._send = send
 
     def run_start(self, info: RunInfo) -> None:
-        # The receiver has not heard what rank 0 did elsewhere meanwhile, and must not wait for a slow volume
-        # to learn it.
+        # The receiver does not have the records from while rank 0 was on another node. Read them here, so
+        # that the receiver need not wait for a slow volume.
         try:
             before = read_before(RunDirectory(Path(info.run_directory)))
             info = replace(
@@ -43,7 +43,7 @@ class Relay(BaseObserver):
             )
         except (RunDirectoryError, VolumeError) as error:
             _log.warning("the metrics may count repeated steps as new ones: %s", error)
-        # As JSON values: the receiver is another process, and maybe another version.
+        # Send JSON values, because the receiver is another process, perhaps of another version.
         self._send("run_start", asdict(info))
 
     def step_end(self, record: StepRecord) -> None:
@@ -57,7 +57,7 @@ class Relay(BaseObserver):
 
 
 def deliver(observer: Observer, kind: str, record: dict[str, Any]) -> None:
-    """Give a record that was passed on to an observer, on the receiving side, as if it had been there."""
+    """Pass a received record to an observer, like a record of this process."""
     if kind == "run_start":
         observer.run_start(RunInfo(**record))
     elif kind == "step_end":

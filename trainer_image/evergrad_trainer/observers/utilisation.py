@@ -1,4 +1,4 @@
-"""How much of what the devices can do a step has used. Pure."""
+"""Calculates how much of the devices' performance a step has used. Pure."""
 
 import math
 
@@ -6,8 +6,10 @@ from evergrad_trainer.base.records import RunInfo, StepRecord
 
 
 def flops_per_second(info: RunInfo, record: StepRecord) -> float | None:
-    """Floating-point operations of the model a second, over all processes; None where they are not known, and
-    for a step that trained nothing."""
+    """Return the model's floating-point operations per second, over all processes.
+
+    Returns None if they are not known, or if the step trained nothing.
+    """
     seconds = record.step_seconds
     if info.flops_per_step is None or not record.tokens:
         return None
@@ -15,9 +17,9 @@ def flops_per_second(info: RunInfo, record: StepRecord) -> float | None:
 
 
 def utilisation(info: RunInfo, record: StepRecord) -> float | None:
-    """The same as a share of what the devices of all processes can do at best (MFU).
+    """Return the same as a share of the peak performance of all processes' devices (MFU).
 
-    Evaluations and saves are between steps, and are not counted as time.
+    Time for evaluations and saves is between steps, and is not counted.
     """
     speed = flops_per_second(info, record)
     if speed is None or info.peak_flops is None or record.world_size < 1:

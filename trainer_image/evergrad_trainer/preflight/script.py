@@ -1,4 +1,4 @@
-"""Checks of a script before its first process: the program is there, and its workers have devices."""
+"""Checks a script before its first process: the program exists, and its workers have devices."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +12,9 @@ from evergrad_trainer.preflight.memory import Finding
 
 
 def check_script(script: Script, base_directory: Path) -> Iterator[Finding]:
-    """Check that the program and its working directory are there.
+    """Check that the program and its working directory exist.
 
-    A module is only looked for, since an import hook may know it.
+    For a module, only its specification is searched, because an import hook may provide it.
     """
     problems = script_problems(script, base_directory=base_directory)
     yield from (Finding("error", problem) for problem in problems)

@@ -1,2 +1,2 @@
-"""The report of a run: facts from its files, as one self-contained page and as text; and the comparison of
-two runs."""
+"""The report of a run: facts from its files, as one self-contained page and as text. Also compares two
+runs."""

@@ -1,4 +1,4 @@
-"""Writes report.html, report.md and summary.json of a run directory, finished or not."""
+"""Writes report.html, report.md and summary.json into the directory of a run, finished or not."""
 
 import time
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from evergrad_trainer.run.directory import (
 
 @dataclass(frozen=True)
 class ReportPaths:
-    """Paths of a report, and the facts it shows."""
+    """Paths of a report, and its figures."""
 
     html: Path
     markdown: Path
@@ -42,21 +42,21 @@ def write_report(
 ) -> ReportPaths:
     """Write page, text and summary into ``output`` (default: the run directory).
 
-    The same files give the same report but for its time. ``cluster_run``: file with the run's object of a
-    cluster, for the time of its pods. ``has_page``: without it no plots are drawn, which takes seconds, and a
-    page of an earlier state is removed, because it would contradict the text.
+    The same files give the same report, except for its time. ``cluster_run``: file with the run's object from
+    a cluster, which contains the time of its pods. ``has_page``: if False, no plots are drawn, which takes
+    seconds, and an existing page is removed, because it would contradict the text.
 
-    Raises RunDirectoryError for what is no run directory, for unreadable files, and where the report cannot
-    be written.
+    Raises RunDirectoryError if the directory is not a run directory, a file cannot be read, or the report
+    cannot be written.
     """
-    # Everything is read before the first byte is written: a bad row must not leave half a report.
+    # Read everything before the first byte is written, so that a bad row leaves no incomplete report.
     facts = gather_facts(RunDirectory(run_directory), cluster_run=cluster_run)
     created = utc(time.time() if now is None else now)
     target = output or run_directory
     with reported(target, what="cannot be created"):
         target.mkdir(parents=True, exist_ok=True)
     html, markdown = target / RunFile.REPORT_HTML, target / RunFile.REPORT_MARKDOWN
-    # Each whole or not at all: somebody may be looking at the one before.
+    # Replace each file atomically, because a user may be reading the previous report.
     if has_page:
         write_atomically(html, render_html(facts, build_plots(facts), created=created))
     else:
@@ -64,7 +64,7 @@ def write_report(
             html.unlink(missing_ok=True)
     write_atomically(markdown, render_markdown(facts, created=created))
 
-    # Last: it holds hashes of all that was written.
+    # Write the summary last, because it contains hashes of the other files.
     made = (html, markdown) if has_page else (markdown,)
     files = hash_files(RunDirectory(run_directory), *made)
     figures = {**summarise(facts), "created": created, "files": files}

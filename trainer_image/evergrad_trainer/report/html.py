@@ -1,6 +1,6 @@
-"""Renders the report as one HTML file that fetches nothing and is whole without scripts.
+"""Renders the report as one HTML file that loads nothing and is complete without scripts.
 
-Where scripts may run, its own ones, and no other, put charts in the place of the pictures.
+If scripts can run, the page's own scripts replace the pictures with charts. No other script can run.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _SCRIPT = "report.js"
 
 def render_html(facts: ReportFacts, plots: Sequence[Plot], *, created: str) -> str:
     """Render the page. Everything from the run is escaped; only the plots' own markup is not."""
-    # Only what we have drawn ourselves is markup: names and texts come from the run, and are escaped.
+    # Only markup that this package has drawn is safe. Names and texts come from the run, and are escaped.
     safe = [
         {
             "title": plot.title,
@@ -46,13 +46,13 @@ def render_html(facts: ReportFacts, plots: Sequence[Plot], *, created: str) -> s
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    # The filter tojson escapes what could end the element; numbers that are none would be no JSON.
+    # The filter tojson escapes text that could end the element. NaN and infinity are not valid JSON.
     environment.policies["json.dumps_kwargs"] = {
         "separators": (",", ":"),
         "allow_nan": False,
     }
 
-    # In the order of the page; charts over the same steps share the numbers of these.
+    # Keep the order of the page. Charts over the same steps share their x values.
     shared: list[list[float]] = []
     charts = []
     for chart in (plot.chart for plot in plots if plot.chart is not None):
@@ -60,7 +60,7 @@ def render_html(facts: ReportFacts, plots: Sequence[Plot], *, created: str) -> s
             shared.append(chart["x"])
         charts.append({**chart, "x": shared.index(chart["x"])})
 
-    # The same chart library as the live page's, from the same files. A report without plots has no script.
+    # Use the files of the live page's chart library. A report without plots has no script.
     own = environment.get_template("report.css.jinja").render(
         shares=facts.shares, colors=COLORS
     )

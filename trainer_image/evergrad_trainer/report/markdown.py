@@ -16,12 +16,12 @@ _MARKUP = str.maketrans({"<": "&lt;", ">": "&gt;", "&": "&amp;"})
 
 
 def escape(text: str) -> str:
-    """Write ``text`` as plain words on one line, whatever it contains."""
+    """Return ``text`` as plain words on one line, whatever it contains."""
     return _SPECIAL.sub(r"\\\1", " ".join(text.split()).translate(_MARKUP))
 
 
 def render_markdown(facts: ReportFacts, *, created: str) -> str:
-    """Render the text, which ends in a newline."""
+    """Return the report as text that ends with a newline."""
     parts = [
         f"# {escape(facts.name)}",
         f"**{escape(facts.status.label)}**: {escape(facts.status.detail)}",
@@ -69,7 +69,7 @@ def render_markdown(facts: ReportFacts, *, created: str) -> str:
     if facts.environment:
         parts += ["## Environment", _table(("", ""), facts.environment, right=set())]
     if facts.configuration:
-        # A fence longer than any run of backticks inside, or the block would end there.
+        # Use a fence that is longer than any run of backticks inside; otherwise the block would end there.
         runs = re.findall(r"`+", facts.configuration)
         fence = "`" * max(3, 1 + max(map(len, runs), default=0))
         text = f"{fence}yaml\n{facts.configuration.rstrip()}\n{fence}"
@@ -82,7 +82,7 @@ def render_markdown(facts: ReportFacts, *, created: str) -> str:
 
 
 def _render(table: Table) -> str:
-    # The gap is a row of its own, so that nobody takes the rows beside it for neighbours.
+    # Show the gap as a separate row, so that the rows around it do not look consecutive.
     rows = list(table.rows)
     if table.left_out:
         note = f"… {table.left_out:,} rows are left out here"

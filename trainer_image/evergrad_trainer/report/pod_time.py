@@ -1,7 +1,8 @@
-"""Time of a run's pods, as its cluster counted it: a section that no run directory alone can give a report.
+"""Time of a run's pods, as counted by its cluster. The run directory does not contain these numbers.
 
-The operator counts how long pods live, also in a queue and before their first process, and mounts no volume.
-A report gets the numbers from the run's object, such as ``kubectl get trun NAME -o json`` prints it.
+The operator counts how long pods live, including time in a queue and before their first process, but mounts
+no volume. A report reads the numbers from the run's object, for example from the output of
+``kubectl get trun NAME -o json``.
 """
 
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ _NOTE: Final = "Counted by the cluster, from the creation of each pod to its end
 
 @dataclass(frozen=True)
 class PodTime:
-    """Time of a run's pods. ``summary``: its sums in words; ``raw``: as in the status."""
+    """Time of a run's pods. ``summary``: its sums as texts. ``raw``: as in the status."""
 
     summary: str
     table: Table
@@ -39,9 +40,9 @@ class PodTime:
 def read_pod_time(text: str, *, source: str, run: str | None) -> PodTime:
     """Read ``status.usage`` of a TrainingRun, as JSON or YAML.
 
-    ``source``: where ``text`` comes from; ``run``: name of the run that the report is on, if known.
+    ``source``: origin of ``text``, for messages. ``run``: name of the run in the report, if known.
 
-    Raises RunDirectoryError for what is no TrainingRun, for another run's, and for one without uses.
+    Raises RunDirectoryError if ``text`` is not a TrainingRun, is another run, or has no usage.
     """
     remedy = "Write it with: kubectl get trun NAME -o json"
     try:
@@ -52,7 +53,7 @@ def read_pod_time(text: str, *, source: str, run: str | None) -> PodTime:
     if not isinstance(value, Mapping) or value.get("kind") != "TrainingRun":
         raise RunDirectoryError(Problem(source, "is not one TrainingRun", remedy=remedy))
 
-    # A report with the bill of another run would be believed.
+    # Refuse the object of another run: a reader would not notice wrong costs.
     name = as_mapping(value.get("metadata")).get("name")
     if run is not None and name != run:
         what = f"is run {name}, and the report is on {run}"
@@ -77,7 +78,7 @@ def read_pod_time(text: str, *, source: str, run: str | None) -> PodTime:
     sums = [
         f"{usage[key]} {unit}".rstrip() for key, unit in _UNITS.items() if usage.get(key)
     ]
-    # In the order of the catalogue: what the run asked for comes first.
+    # Keep the order of the catalogue, in which time that the run requested comes first.
     rows = [
         (
             text_of_use,

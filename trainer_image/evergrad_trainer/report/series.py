@@ -69,7 +69,8 @@ def _spans(length: int, number: int) -> list[tuple[int, int]]:
 
 
 def _edges(length: int, number: int) -> Integers:
-    # Edges of spans of equal numbers of steps, of which the first begins at 0 and the last ends at the end.
+    # The edges of spans with equal numbers of steps. The first span begins at 0, and the last ends at the
+    # end.
     return np.linspace(0, length, min(number, length) + 1).astype(np.int64)
 
 
@@ -85,7 +86,7 @@ def smooth(y: Reals, window: int) -> Reals:
     sums = np.concatenate([[0.0], summed])
     counts = np.concatenate([[0], np.cumsum(is_finite)])
 
-    # Windows are shorter at the ends, where the other half of their steps is missing.
+    # Windows are shorter at the ends, where half of their steps do not exist.
     places = np.arange(len(y))
     half = window // 2
     begins = np.maximum(0, places - half)
@@ -110,9 +111,9 @@ def broken(x: Integers, y: Reals) -> Curve:
 
 @dataclass(frozen=True)
 class SeriesRows:
-    """Rows of a chart over ascending ``steps``: one for each step, or for each of MOST_ROWS spans of them.
+    """Rows of a chart over ascending ``steps``: one per step, or one for each of MOST_ROWS spans of steps.
 
-    A row of several steps stands at its last one, as on the live page.
+    A row of several steps is at the last of them, as on the live page.
     """
 
     steps: Integers
@@ -131,8 +132,8 @@ class SeriesRows:
         return self.scattered(self.steps, y)
 
     def scattered(self, steps: Integers, y: Reals) -> Parts:
-        """Take mean, least and greatest value of each row, of values that any of its steps has any number of
-        times; those of later steps are left out."""
+        """Return mean, minimum and maximum of each row. A step may have any number of values. Values of steps
+        after the last row are left out."""
         x = self.x
         row = np.searchsorted(x, steps)
         is_known = np.isfinite(y) & (row < len(x))

@@ -1,4 +1,4 @@
-"""A run's figures as one JSON document: ``summary.json``, and what ``evergrad report --json`` prints."""
+"""A run's figures as one JSON document: ``summary.json``, which ``evergrad report --json`` prints, too."""
 
 import hashlib
 from collections import Counter
@@ -15,10 +15,10 @@ FORMAT = 1
 
 
 def summarise(facts: ReportFacts) -> dict[str, Any]:
-    """Return the figures of the report's page, unrounded: programs compare them, people read the page."""
+    """Return the figures of the report's page without rounding, so that programs can compare them."""
     goodput, steps, history = facts.goodput, facts.steps, facts.history
     starts = [event for event in history.events if event.type == EventType.START]
-    # The step that stopped the run was not updated either. Its number is that of the step behind the event's.
+    # The step that stopped the run made no update either. Its number is one higher than the event's step.
     skipped = {
         event.step + (event.type == EventType.NON_FINITE): str(event.fields.get("why"))
         for event in history.events
@@ -33,8 +33,8 @@ def summarise(facts: ReportFacts) -> dict[str, Any]:
         "status": facts.status.label,
         "step": steps.newest_step,
         "loss": float(steps.loss[-1]) if is_trained else None,
-        # Figures of the whole run, and of the newest process alone. A run that goes on behind another
-        # one's step has rows of its own steps alone.
+        # Numbers of the whole run, and of the newest process only. A run that continues after another run's
+        # step has only rows of its own steps.
         "samples": len(steps) * samples_per_step,
         "newSamples": max(0, steps.newest_step - resumed_from) * samples_per_step,
         "tokens": int(steps.tokens.sum()),
@@ -43,7 +43,7 @@ def summarise(facts: ReportFacts) -> dict[str, Any]:
             name: float(column[-1]) if is_trained else None
             for name, column in steps.metrics.items()
         },
-        # A step that was trained again counts once: the last time.
+        # A step that was trained again counts once, with its last result.
         "skippedSteps": dict(Counter(skipped.values())),
         "evaluations": [record_row(one) for one in history.evaluations],
         "newestEvaluations": {
@@ -63,15 +63,15 @@ def summarise(facts: ReportFacts) -> dict[str, Any]:
         "restarts": [dict(restart.__dict__) for restart in goodput.restarts],
         "world_changes": [dict(change.__dict__) for change in goodput.changes],
         "warnings": list(facts.warnings),
-        # As in the status of the run, whose hours are texts. Only where the run's object was given.
+        # Use the form of the run's status, in which hours are texts. Omit this without the run's object.
         **({} if facts.pod_time is None else {"usage": dict(facts.pod_time.raw)}),
     }
 
 
 def hash_files(directory: RunDirectory, *more: Path) -> list[dict[str, Any]]:
-    """Name, size and sha256 of each record of the run that is there, and of ``more`` files.
+    """Return name, size and SHA-256 of each existing record of the run, and of the files in ``more``.
 
-    Raises RunDirectoryError or VolumeError where one cannot be read.
+    Raises RunDirectoryError or VolumeError if a file cannot be read.
     """
     records = (
         directory.requested,

@@ -1,5 +1,5 @@
-"""The agent's own workers as the coordinator sees them: their reports, the end of the first that fails, and
-that they are gone."""
+"""The agent's own workers as reported to the coordinator: their reports, the end of the first worker that
+fails, and that all have exited."""
 
 import asyncio
 import time
@@ -23,15 +23,15 @@ class AgentMembers:
         send: Callable[[Message], None],
         on_change: Callable[[], None],
     ) -> None:
-        """``say_now`` sends at once, ``send`` from any thread.
+        """``say_now`` sends immediately; ``send`` can be called from any thread.
 
-        ``on_change``: the node state file has to be written again.
+        ``on_change``: called when the node state file must be written again.
         """
         self.state = state
         self.reports = WorkerReports()
         self.watch: WorkerWatch | None = None
         self._finding: asyncio.Task[None] | None = None
-        """Keeps the search for workers from being collected."""
+        """Reference that prevents the search for workers from being garbage-collected."""
         self._say_now = say_now
         self._send = send
         self._on_change = on_change
@@ -43,7 +43,7 @@ class AgentMembers:
         self._finding = asyncio.create_task(self.watch.find())
 
         def note_end(task: asyncio.Task[None]) -> None:
-            # An error in it would be logged nowhere, and the ends of workers would go unseen.
+            # An error in this task would not be logged, and the ends of workers would not be noticed.
             if not task.cancelled() and task.exception() is not None:
                 say(
                     "the agent's workers cannot be watched, so that their ends are told without a "
@@ -58,7 +58,7 @@ class AgentMembers:
             return
         with self.state.changed:
             place = self.state.place
-            # The first is the cause; those that follow it are its consequences.
+            # The first end is the cause; later ends are its consequences.
             self.state.first_end = self.state.first_end or end
             self.state.changed.notify_all()
             if (
@@ -70,7 +70,8 @@ class AgentMembers:
                 self.send_broken(place)
 
     def say_ready_to_leave(self) -> None:
-        """Answer the newest plan once the workers are gone: a leaving agent asks for no other group."""
+        """Answer the newest plan when the workers have exited, because a leaving agent joins no other
+        group."""
         state = self.state
         with state.changed:
             is_out = (

@@ -1,4 +1,4 @@
-"""Reports of a torchrun agent's workers, as messages for the coordinator. ``now`` is an argument."""
+"""Converts reports of a torchrun agent's workers to messages for the coordinator. ``now`` is an argument."""
 
 import logging
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerReports:
-    """The newest report of one generation, and what of it has not been said yet."""
+    """The newest report of one generation, and the part of it that has not been sent yet."""
 
     def __init__(self) -> None:
         self._generation = 0
@@ -25,7 +25,7 @@ class WorkerReports:
         """Newest checkpoint of any generation."""
 
     def begin(self, generation: int) -> None:
-        """The workers of ``generation`` are started."""
+        """Reset, because the workers of ``generation`` are started."""
         self._generation = generation
         self._values = {}
         self._is_new = False
@@ -42,11 +42,12 @@ class WorkerReports:
         *,
         now: float,
     ) -> list[Message]:
-        """Note a worker's report; only the world's rank 0 counts.
+        """Record a worker's report. Only reports of the world's rank 0 count.
 
-        Returns what cannot wait: a new checkpoint.
+        Returns the messages that must be sent immediately, for a new checkpoint.
         """
-        # A worker of an older group may still be ending, and other ranks see a part of the world's loss.
+        # A worker of an older group may still be ending, and other ranks know only a part of the world's
+        # loss.
         if report.get("generation") != self._generation or report.get("rank", 0) != 0:
             return []
         found, left_out = read_values(report)
@@ -61,11 +62,11 @@ class WorkerReports:
         if checkpoint_step <= self._checkpoint_step:
             return []
         self._checkpoint_step = checkpoint_step
-        # In this order: a checkpoint above the last step that was reported would look like a mistake.
+        # Send the progress first: a checkpoint after the last reported step would look like an error.
         return [*self.flush(now=now), Boundary(self._generation, checkpoint_step)]
 
     def flush(self, *, now: float) -> list[Message]:
-        """The progress, if there is any that was not returned before."""
+        """Return the progress, if there is any that was not returned before."""
         if not self._is_new or not self._pace.has_begun:
             return []
         self._is_new = False

@@ -1,8 +1,8 @@
-"""State that the thread of a torchrun agent and the thread of its conversation share.
+"""State that a torchrun agent's thread shares with the thread of its connection.
 
-Both threads hold ``changed`` while they read or write any of it. The conversation's thread notifies whenever
-something has changed; the agent's thread waits on it, in a rendezvous or at its end, always with a bound. The
-conversation's thread never waits for the agent's.
+Both threads hold ``changed`` while they read or write the state. The connection's thread notifies after each
+change. The agent's thread waits for changes in a rendezvous or at its end, always with a time limit. The
+connection's thread never waits for the agent's thread.
 """
 
 import threading
@@ -16,9 +16,9 @@ from evergrad_trainer.worker.sockets import address_towards
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """Settings of a node that joins. ``lease_seconds`` holds until the coordinator has sent its own.
+    """Settings of a node that joins. ``lease_seconds``: used until the coordinator has sent its own value.
 
-    ``join_seconds``: how long a rendezvous waits for a coordinator that does not answer.
+    ``join_seconds``: how long a rendezvous waits for a coordinator that does not respond.
     """
 
     run: str
@@ -32,32 +32,33 @@ class AgentSettings:
     join_seconds: float = 900.0
 
     def find_address(self) -> str:
-        """This node's address as the others see it. Raises OSError."""
+        """Return the address at which other nodes reach this node. Raises OSError if it cannot be
+        determined."""
         return self.address or address_towards(self.host, self.port)
 
 
 @dataclass
 class AgentState:
-    """Where an agent is in the run, by the generations it has heard of, answered and told of."""
+    """The agent's position in the run: the generations that it has received, answered and reported."""
 
     lease_seconds: float
     changed: threading.Condition = field(default_factory=threading.Condition)
     newest: int = 0
-    """Newest generation that the coordinator has named."""
+    """Newest generation that the coordinator has announced."""
     place: Placement | None = None
-    """Held in a running generation; None while out of every group."""
+    """Place in the running generation; None while the agent is in no group."""
     plan: Plan | None = None
-    """The newest plan, until its ``go``."""
+    """The newest plan, until the ``go`` message for it arrives."""
     go: Go | None = None
     end: End | None = None
     is_leaving: bool = False
-    """The agent was asked to end."""
+    """Whether the agent was requested to end."""
     is_out: bool = False
-    """The agent is at its end, and has no workers any more."""
+    """Whether the agent is at its end and has no workers any more."""
     is_stopping_workers: bool = False
     done_generation: int = 0
     up_generation: int = 0
     broken_generation: int = 0
     answered_generation: int = 0
     first_end: SeenEnd | None = None
-    """End of the first worker of the running generation that failed."""
+    """End of the running generation's first worker that failed."""

@@ -1,6 +1,5 @@
 """The states of a worker, and of the model state that it holds.
 
-
 A worker whose world is never replaced passes through the same states with one world. Its only order is
 "begin", and the next order is the end on which this world has agreed. A failed peer or a difference then ends
 the worker (FAILED), because its launcher starts all workers again.

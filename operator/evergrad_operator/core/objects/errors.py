@@ -1,11 +1,11 @@
-"""The operator's errors, one tree.
+"""The operator's errors, as one tree.
 
-OperatorError         the operator cannot do what it should
+OperatorError         the operator cannot perform an operation
 ├── SpecError         the envelope of a run cannot be read
 ├── ApiError          the API server refused a request, or did not answer it
-├── UnauthorizedError a coordinator does not take the run's token
-├── LeaseLostError    another operator may be writing, so this one may not
-└── SettingsError     the operator's own settings or surroundings are wrong
+├── UnauthorizedError a coordinator does not accept the run's token
+├── LeaseLostError    another operator may be writing, so this one must not
+└── SettingsError     the operator's own settings or environment are wrong
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from evergrad_operator.core.objects.problems import list_problems
 
 
 class OperatorError(Exception):
-    """The operator cannot do what it should. The message says where, what, why and what helps."""
+    """The operator cannot perform an operation. The message states where, what, why and the remedy."""
 
 
 class SpecError(OperatorError):
-    """The envelope of a TrainingRun cannot be read: no webhook was asked, and the CRD is of
+    """The envelope of a TrainingRun cannot be read, because no webhook has validated it and the CRD has
     another version."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -31,7 +31,7 @@ class ApiError(OperatorError):
     """The API server refused a request (``status``, its ``reason`` and message), or did not answer it
     (``status`` 0).
 
-    ``retry_after``: seconds it asked to wait. ``causes``: reasons of the single causes.
+    ``retry_after``: seconds that it requested to wait. ``causes``: reasons of the single causes.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class ApiError(OperatorError):
 
 
 class UnauthorizedError(OperatorError):
-    """A coordinator answers 401: it was given another token than the operator derives for its run."""
+    """A coordinator answers 401: its token differs from the token that the operator derives for its run."""
 
 
 class LeaseLostError(OperatorError):
-    """The lease is lost or has run out. Nothing may be written until it is held again."""
+    """The lease is lost or has expired. Nothing may be written until it is held again."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -73,7 +73,7 @@ class LeaseLostError(OperatorError):
 
 
 class SettingsError(OperatorError):
-    """The operator cannot start with these settings in these surroundings."""
+    """The operator cannot start with these settings in this environment."""
 
 
 class ProgressError(OperatorError):

@@ -1,18 +1,17 @@
-"""Names of images, as asked for and as the kubelet reports them: the digest that a run keeps to, and whether
-two pods run the same image. Pure.
+"""Names of images, as requested and as reported by the kubelet. Decides to which digest a run is pinned, and
+whether two pods run the same image. Pure.
 
-A tag may be moved while a run trains. The image that its first pod runs is the one for all its pods:
+A tag may be moved while a run trains. All pods of a run use the image of its first pod:
 
-| the kubelet's image ID of the first pod | later pods ask for | pods are compared by |
+| the kubelet's image ID of the first pod | image of later pods | pods are compared by |
 |---|---|---|
-| ``repository@sha256:…`` of the repository asked for, as after a pull | that digest | repository and digest |
-| of another repository, such as ``import-2026@sha256:…`` of an import by hand | the tag, as before | digest |
-| ``sha256:…`` alone, as of an import by hand | the tag, as before | digest |
+| ``repository@sha256:…`` of the requested repository, as after a pull | this digest | repository and digest |
+| of another repository, such as ``import-2026@sha256:…`` of a manual import | the tag, as before | digest |
+| only ``sha256:…``, as of a manual import | the tag, as before | digest |
 
-A pod that asked for a digest runs it, and is compared with nothing.
+A pod that requested a digest runs it, and is not compared.
 
-An image that was imported by hand lies on hosts by its tag and is in no registry: a digest would not be
-found.
+A manually imported image exists on hosts by its tag and in no registry, so its digest could not be pulled.
 """
 
 import re
@@ -31,7 +30,8 @@ def pin_image(image: str, image_id: str) -> str:
         return ""
 
     # Container runtimes write the repository in full, with its registry. The first part of a name is a
-    # registry only where it looks like a host; else it is on Docker Hub, a bare name as an official image.
+    # registry only if it looks like a host. Otherwise the image is on Docker Hub; a name without a slash is
+    # an official image.
     head, slash, last = image.rpartition("/")
     name = f"{head}{slash}{last.partition(':')[0]}"
     first, slash, rest = name.partition("/")
@@ -41,7 +41,7 @@ def pin_image(image: str, image_id: str) -> str:
         asked = f"{_DOCKER_HUB}/{name if slash else f'library/{name}'}"
     elif first in (_DOCKER_HUB, "index.docker.io"):
         asked = f"{_DOCKER_HUB}/{rest if '/' in rest else f'library/{rest}'}"
-    # A name of this machine alone is in no registry, whatever a runtime has computed for it.
+    # A name that is valid only on this machine is in no registry, whatever digest a runtime has computed.
     if repository != asked or asked.startswith("localhost/"):
         return ""
     return f"{name}@{digest}"
@@ -57,8 +57,8 @@ def is_same_image(one: str, other: str) -> bool:
 
 
 def _parse_id(image_id: str) -> tuple[str, str]:
-    """Return the kind of an ID (its repository, none for a bare digest) and its digest, empty for an ID of no
-    known shape."""
+    """Return the kind of an ID and its digest. The kind is the repository, or empty for a bare digest. The
+    digest is empty if the ID has an unknown form."""
     repository, _, digest = _SCHEME.sub("", image_id).rpartition("@")
     kind = "import" if _IMPORT.search(repository) else repository
     return kind, digest if _DIGEST.fullmatch(digest) else ""

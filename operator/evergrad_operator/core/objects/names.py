@@ -98,8 +98,9 @@ FIELD_MANAGER: Final = "evergrad-operator"
 MAX_NODES: Final = 4096
 """Largest valid number of nodes. A run has at most 1,024 nodes."""
 MAX_ATTEMPT: Final = 10**8
-"""Largest attempt that is believed of what somebody may have edited. A pod's label is read up to nine digits,
-so that the attempts after it can be read, too: pods that are not recognized would be made without end."""
+"""Largest attempt that is accepted from labels, which a user may have edited. Labels are parsed up to nine
+digits, so that later attempts can be parsed, too: pods with unparsable labels would be created again without
+end."""
 MAX_EPOCH: Final = 500_000
 """Largest valid attempt of a coordinator, which accepts no epoch above 2**19."""
 

@@ -1,4 +1,4 @@
-"""The objects that a decision asks for: one builder a kind, and ``plan_children`` for the whole set. Pure."""
+"""Builds the objects that a decision requires: one builder per kind, and ``plan_children`` for all. Pure."""
 
 from evergrad_operator.core.plan.children import Deletion, ObjectPlan, plan_children
 

@@ -47,7 +47,7 @@ def build_evaluation_pod(
         ports=[],
     )
     mounts = container["volumeMounts"]
-    volumes = build_trainer_volumes(run, config, resources, token="")  # it asks nobody
+    volumes = build_trainer_volumes(run, config, resources, token="")  # it needs none
     container["volumeMounts"] = [one for one in mounts if one["name"] not in _NOT_NEEDED]
 
     # Avoid only hosts on which evaluations failed. Hosts on which nodes failed may work for an evaluation.

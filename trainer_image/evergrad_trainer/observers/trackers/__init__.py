@@ -1,1 +1,1 @@
-"""Trackers of experiments: TensorBoard, Weights & Biases, MLflow and Aim, by their own libraries."""
+"""Trackers of experiments: TensorBoard, Weights & Biases, MLflow and Aim, through their own libraries."""

@@ -1,7 +1,7 @@
-"""Aim: one run in a repository, by the aim package; offline a folder of the run directory.
+"""Aim tracker: one run in a repository, through the package aim; offline, in a folder of the run directory.
 
-A value at a step takes the place of an older one there, so that a step that was trained twice is shown as it
-was trained last.
+A value replaces an older value of the same step, so that a step that is trained twice is shown with its last
+values.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from evergrad_trainer.observers.trackers.interface import End, Shown, TrackedRun
 
 
 class Aim:
-    """One process's part of a run."""
+    """The Aim run to which one process writes."""
 
     def __init__(self, run: TrackedRun) -> None:
         aim: Any = importlib.import_module("aim")
@@ -23,7 +23,7 @@ class Aim:
             place = str(run.directory)
             if not aim.Repo.exists(place):
                 aim.Repo.from_path(place, init=True)
-        # Nothing is collected that nobody has asked for: no console, no statistics of the host.
+        # Collect neither console output nor host statistics.
         options: dict[str, Any] = {
             "repo": place,
             "system_tracking_interval": None,
@@ -31,7 +31,7 @@ class Aim:
             "log_system_params": False,
         }
         if run.own_id:
-            # A process that was killed has left its lock; a newer one may always go on.
+            # A process that was killed has left its lock, so always take over the run.
             self._run = aim.Run(run_hash=run.own_id, force_resume=True, **options)
         else:
             self._run = aim.Run(experiment=settings.project or DEFAULT_PROJECT, **options)
@@ -40,7 +40,7 @@ class Aim:
                 self._run.add_tag(tag)
         self.own_id = str(self._run.hash)
         self._run.set("run", dict(run.facts), strict=False)
-        # Values that were shown since the last note are written once more, in their own places.
+        # Write the values since the last note again; they replace the same values.
         done = max(0, min(run.noted.step, run.start_step) - 1)
         self.shown = Shown(done, {}, done if run.noted.step else -1)
 

@@ -1,4 +1,4 @@
-"""The trackers that there are: what opens each, and which packages it needs."""
+"""The available trackers: how to open each of them, and the packages that it needs."""
 
 import importlib
 import importlib.util
@@ -24,11 +24,11 @@ _PACKAGES: Final = {
     "mlflow": ("mlflow",),
     "aim": ("aim",),
 }
-"""Modules that each type imports; the extra of the trainer that installs them has the type's name."""
+"""Modules that each type imports. The trainer's extra with the name of the type installs them."""
 
 
 def find_opener(type_: str) -> Opener:
-    """The function that opens a library of that type, imported only when it is called."""
+    """Return the function that opens the library of this type. The library is imported only in the call."""
     module, _, name = _CLASSES[type_].partition(":")
 
     def open_library(run: TrackedRun) -> Library:
@@ -39,10 +39,10 @@ def find_opener(type_: str) -> Opener:
 
 
 def check_trackers(training: Training) -> Iterator[Problem]:
-    """Trackers whose packages are not installed: refused before the first step."""
+    """Yield a problem for each tracker whose packages are not installed. Checked before the first step."""
     for index, tracker in enumerate(training.logging.trackers):
         needed: tuple[str, ...] = _PACKAGES[tracker.type]
-        # MLflow's client alone, which is enough for a server, has no databases.
+        # MLflow's client alone is sufficient for a server, but does not include databases.
         if tracker.type == "mlflow" and tracker.mode == "offline":
             needed += ("sqlalchemy", "alembic")
         missing = [name for name in needed if importlib.util.find_spec(name) is None]

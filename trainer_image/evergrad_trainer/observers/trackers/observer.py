@@ -1,4 +1,4 @@
-"""Observer of rank 0 that shows the run in one tracker, and is switched off where its library fails or
+"""Observer of rank 0 that shows the run in one tracker. It is switched off if the tracker's library fails or
 hangs."""
 
 import time
@@ -25,16 +25,17 @@ from evergrad_trainer.observers.trackers.interface import CLOSING_SECONDS, End
 from evergrad_trainer.run.directory import RunDirectory
 
 HANG_SECONDS: Final = 360.0
-"""Longest time that a library may take for one record, or to open. Above the four minutes for which MLflow's
-client tries a request again and again: a server that is restarted meanwhile costs nothing."""
+"""Longest time that a library may take to open, or for one record. MLflow's client retries a request for four
+minutes, so that a restart of its server within this time does not switch the tracker off."""
 
 _ENDS: Final[dict[object, End]] = {"complete": "complete", "signal": "interrupted"}
-"""By the reason of a stop; after any other one the evaluations of the newest step have ended."""
+"""How the run ends, by the reason of a stop. After any other reason, the newest step's evaluations are
+complete."""
 _LATER: Final = "the next start of the run shows what is missing"
 
 
 class TrackerTimeouts:
-    """The time that the end of a process has for all of its trackers together."""
+    """The time that all trackers of a process together have at its end."""
 
     def __init__(
         self, seconds: float | None = None, clock: Callable[[], float] = time.monotonic
@@ -44,18 +45,18 @@ class TrackerTimeouts:
         self._until: float | None = None
 
     def begin(self) -> None:
-        """Forget that something has ended."""
+        """Reset the timer, because the run continues."""
         self._until = None
 
     def left(self) -> float:
-        """Seconds that are left; they run from the first time that this is asked."""
+        """Return the remaining seconds. The time starts with the first call."""
         if self._until is None:
             self._until = self._clock() + self._seconds
         return max(0.0, self._until - self._clock())
 
 
 class TrackerObserver(BaseObserver):
-    """Hands records to a feeder. No call of it waits, but for the end."""
+    """Passes records to a feeder. Its calls do not wait, except at the end of the run or the process."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class TrackerObserver(BaseObserver):
         feeder, self._feeder = self._feeder, None
         if feeder is None:
             return
-        # Not after the run has ended: another process goes on with it.
+        # Pass the run on without an end, because another process may continue it.
         if feeder.give(TrackerFinish("handed on")):
             feeder.wait(self._patience.left())
         feeder.abandon()
@@ -128,7 +129,7 @@ class TrackerObserver(BaseObserver):
             self._lose(feeder, f"has not answered for {HANG_SECONDS:g} s")
 
     def _lose(self, feeder: Feeder, why: str) -> NoReturn:
-        # It is waited for no more, and writes nothing more once its library answers.
+        # Do not wait for the thread any longer. It writes nothing after its library responds.
         feeder.abandon()
         self._feeder = None
         raise GivesUp(f"{self._settings.type} {why}; {_LATER}")

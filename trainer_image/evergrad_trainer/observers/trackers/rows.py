@@ -1,5 +1,5 @@
-"""The run's records as trackers show them, and those that a tracker has missed, read back from the run's
-files. Pure but for the reading."""
+"""Converts the run's records to values for trackers, and reads records that a tracker has missed from the
+run's files. Pure, except for reading."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -16,8 +16,8 @@ Record = StepRecord | EvaluationRecord
 
 
 def values_of(record: Record, info: RunInfo, throughput: Throughput) -> dict[str, float]:
-    """Values of a record that a tracker shows. Numbers that are none, such as the loss of a skipped step, are
-    left out. ``throughput``: the one that has taken the steps before."""
+    """Return the values of a record that a tracker shows, without NaN and infinite values, such as the loss
+    of a skipped step. ``throughput``: contains the previous steps."""
     if isinstance(record, EvaluationRecord):
         measured = {"loss": record.loss, "perplexity": record.perplexity, **record.metrics}
         named = {f"evaluation/{record.name}/{name}": one for name, one in measured.items()}
@@ -43,9 +43,10 @@ def values_of(record: Record, info: RunInfo, throughput: Throughput) -> dict[str
 
 
 def read_missed(directory: RunDirectory, shown: Shown, *, newest: int) -> Iterator[Record]:
-    """Records up to step ``newest`` that are not shown yet, by step; of each step the last one, which counts.
+    """Yield the records up to step ``newest`` that are not shown yet, in order of steps. A step's last record
+    is valid.
 
-    Raises RunDirectoryError.
+    Raises RunDirectoryError if the files cannot be read.
     """
     notes: list[str] = []
     table = read_steps(directory, notes)
@@ -54,7 +55,7 @@ def read_missed(directory: RunDirectory, shown: Shown, *, newest: int) -> Iterat
     for one in read_evaluations_in_time(directory.evaluation, notes, table.beginnings):
         if one.step <= newest and not shown.has_evaluation(one.name, one.step):
             evaluations[one.step, one.name] = one
-    # By step, and a step before its evaluations: trackers take no step after a later one.
+    # Yield each step before its evaluations, in order, because trackers do not accept an older step.
     steps: Iterator[Record] = (table.record(int(row)) for row in rows)
     others: Iterator[Record] = (evaluations[key] for key in sorted(evaluations))
     yield from merge(
@@ -63,7 +64,7 @@ def read_missed(directory: RunDirectory, shown: Shown, *, newest: int) -> Iterat
 
 
 def advance(shown: Shown, record: Record) -> Shown:
-    """The records that are shown once ``record`` is."""
+    """Return the shown records after ``record`` is shown."""
     if isinstance(record, EvaluationRecord):
         newest: Mapping[str, int] = {**shown.evaluations, record.name: record.step}
         return Shown(shown.step, newest, shown.others)
