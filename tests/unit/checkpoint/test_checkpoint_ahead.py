@@ -21,7 +21,7 @@ def checkpoints(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_files_of_the_newest_checkpoint_are_read_to_their_ends(
+def test_the_files_of_the_newest_checkpoint_are_read_completely(
     checkpoints: Path,
 ) -> None:
     held = read_ahead(checkpoints, memory_bytes=2**20)
@@ -42,22 +42,24 @@ def test_the_manifest_is_not_read_ahead(checkpoints: Path) -> None:
     assert not held.has(checkpoints / "step-2" / "manifest.json")
 
 
-def test_a_file_that_vanishes_meanwhile_ends_the_reading_quietly(checkpoints: Path) -> None:
+def test_a_file_that_vanishes_ends_the_read_ahead_without_an_error(
+    checkpoints: Path,
+) -> None:
     held = HeldFiles(limit_bytes=2**20)
     held.begin([checkpoints / "gone"])
     held.wait()
     assert not held.has(checkpoints / "gone")
 
 
-def test_a_checkpoint_that_takes_too_much_memory_is_not_read(checkpoints: Path) -> None:
+def test_a_checkpoint_that_needs_too_much_memory_is_not_read_ahead(
+    checkpoints: Path,
+) -> None:
     assert read_ahead(checkpoints, memory_bytes=8192) is None
     assert read_ahead(checkpoints, memory_bytes=None) is None
 
 
 @pytest.mark.parametrize("hint", [None, b"", b"{", b"[1]", b'{"checkpoint": "../step-1"}'])
-def test_a_hint_that_cannot_be_read_is_no_error(
-    checkpoints: Path, hint: bytes | None
-) -> None:
+def test_an_unreadable_hint_raises_no_error(checkpoints: Path, hint: bytes | None) -> None:
     (checkpoints / "latest").unlink()
     if hint is not None:
         (checkpoints / "latest").write_bytes(hint)

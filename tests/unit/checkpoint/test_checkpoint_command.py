@@ -75,7 +75,7 @@ def test_list_as_json_is_one_document_with_every_fact(
     )
 
 
-def test_list_names_what_cannot_be_read_and_what_was_set_aside(
+def test_list_names_unreadable_and_quarantined_checkpoints(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "checkpoints" / "quarantine" / "step-5").mkdir(parents=True)
@@ -86,7 +86,7 @@ def test_list_names_what_cannot_be_read_and_what_was_set_aside(
     assert "set aside as damaged: step-5" in out
 
 
-def test_a_run_that_has_not_saved_yet_lists_nothing(
+def test_a_run_without_saves_lists_nothing(
     make_solo: MakeSolo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_solo()
@@ -94,14 +94,14 @@ def test_a_run_that_has_not_saved_yet_lists_nothing(
     assert capsys.readouterr().out == "no checkpoints\n"
 
 
-def test_verify_exits_0_when_all_are_whole(
+def test_verify_exits_with_0_if_all_checkpoints_are_valid(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert execute("verify", str(run)) == 0
     assert capsys.readouterr().out == "step-20: valid\nstep-10: valid\n"
 
 
-def test_verify_names_the_damaged_file_exits_64_and_moves_nothing(
+def test_verify_names_the_damaged_file_exits_with_64_and_moves_nothing(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = run / "checkpoints" / "step-20" / "rank-00000.bin"
@@ -126,7 +126,7 @@ def test_verify_names_the_damaged_file_exits_64_and_moves_nothing(
     assert not (run / "checkpoints" / "quarantine").exists() and path.exists()
 
 
-def test_verify_passes_over_what_a_run_that_trains_on_has_retired(
+def test_verify_skips_checkpoints_that_a_training_run_has_retired(
     make_solo: MakeSolo,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -151,7 +151,7 @@ def test_verify_passes_over_what_a_run_that_trains_on_has_retired(
     assert solo.names() == ["step-30", "step-40"]
 
 
-def test_verify_of_a_step_that_is_retired_meanwhile_says_so(
+def test_verify_of_a_step_that_is_retired_during_the_command_reports_it(
     make_solo: MakeSolo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     solo, real = make_solo(keep=1), Catalog.hold
@@ -168,7 +168,7 @@ def test_verify_of_a_step_that_is_retired_meanwhile_says_so(
         execute("verify", str(tmp_path), "--step", "10")
 
 
-def test_a_step_or_a_directory_without_checkpoints_is_an_error_that_names_it(
+def test_a_missing_step_or_a_directory_without_checkpoints_is_an_error_that_names_it(
     run: Path, tmp_path: Path
 ) -> None:
     missing = rf"{run}: .* no checkpoint of step 30\. Name one of the steps 10, 20\."
@@ -181,7 +181,7 @@ def test_a_step_or_a_directory_without_checkpoints_is_an_error_that_names_it(
         execute("list", str(tmp_path / "nowhere"))
 
 
-def test_export_hands_its_arguments_on_and_prints_the_result(
+def test_export_passes_its_arguments_and_prints_the_result(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @dataclasses.dataclass(frozen=True)
@@ -217,7 +217,7 @@ def test_export_hands_its_arguments_on_and_prints_the_result(
     assert json.loads(capsys.readouterr().out) == {"output": "out", "step": 20}
 
 
-def test_looking_at_checkpoints_does_not_import_torch() -> None:
+def test_checkpoint_commands_do_not_import_torch() -> None:
     code = (
         "import sys, evergrad_trainer.commands.checkpoint; sys.exit('torch' in sys.modules)"
     )

@@ -36,7 +36,7 @@ def save(make_solo: MakeSolo, make_state: MakeState, tmp_path: Path) -> Callable
 
 
 @pytest.mark.capability("G-72")
-def test_equal_states_are_equal_at_the_newest_step_of_the_first_run(
+def test_equal_states_compare_equal_at_the_newest_step_of_the_first_run(
     save: Callable[..., Path],
 ) -> None:
     save("a", 10)
@@ -48,7 +48,7 @@ def test_equal_states_are_equal_at_the_newest_step_of_the_first_run(
 
 
 @pytest.mark.capability("G-72")
-def test_each_tensor_that_differs_is_named_with_what_differs(
+def test_each_differing_tensor_is_named_with_its_difference(
     save: Callable[..., Path], make_state: MakeState
 ) -> None:
     weight = make_state(20)["model.weight"]
@@ -65,7 +65,7 @@ def test_each_tensor_that_differs_is_named_with_what_differs(
     assert (found["extra"].what, found["extra"].largest) == ("0 of 2 values differ", 0.0)
 
 
-def test_a_tensor_that_one_run_lacks_is_a_difference(save: Callable[..., Path]) -> None:
+def test_a_tensor_missing_in_one_run_is_a_difference(save: Callable[..., Path]) -> None:
     a, b = save("a", 20, mine=torch.ones(1)), save("b", 20, yours=torch.ones(1))
     assert [(one.name, one.what) for one in compare_states(a, b).differences] == [
         ("mine", "only in A"),

@@ -33,7 +33,7 @@ def evaluate(directory: Path, *names: str) -> None:
 
 
 @pytest.mark.capability("C-2")
-def test_a_checkpoint_outlives_retention_until_it_is_evaluated(make_solo: MakeSolo) -> None:
+def test_a_checkpoint_is_kept_until_it_is_evaluated(make_solo: MakeSolo) -> None:
     solo = make_solo(keep=1, keep_waiting=4)
     for step in (1, 2, 3):
         solo.save(step)
@@ -46,7 +46,7 @@ def test_a_checkpoint_outlives_retention_until_it_is_evaluated(make_solo: MakeSo
     assert solo.names() == ["step-5"]
 
 
-def test_of_those_that_wait_the_newest_stay_and_a_run_without_pods_keeps_none(
+def test_the_newest_waiting_checkpoints_are_kept_and_none_without_evaluation_pods(
     make_solo: MakeSolo,
 ) -> None:
     solo = make_solo(keep=1, keep_waiting=2)
@@ -58,7 +58,7 @@ def test_of_those_that_wait_the_newest_stay_and_a_run_without_pods_keeps_none(
     assert again.names() == ["step-5"]
 
 
-def test_another_checkpoint_of_the_same_name_waits_for_an_evaluation_of_its_own(
+def test_another_checkpoint_of_the_same_name_waits_for_its_own_evaluation(
     tmp_path: Path,
 ) -> None:
     one, other = candidate("step-1", 1), candidate("step-1", 1, generation=2)
@@ -67,7 +67,7 @@ def test_another_checkpoint_of_the_same_name_waits_for_an_evaluation_of_its_own(
     assert find_waiting([other], list_marks(tmp_path)) == [other]
 
 
-def test_the_newest_readable_checkpoint_of_a_step_stands_for_it_and_the_oldest_step_comes_first(
+def test_the_oldest_step_waits_first_represented_by_its_newest_readable_checkpoint(
     tmp_path: Path,
 ) -> None:
     found = [
@@ -79,7 +79,7 @@ def test_the_newest_readable_checkpoint_of_a_step_stands_for_it_and_the_oldest_s
     assert [one.name for one in find_waiting(found, set())] == ["step-4.g2", "step-9"]
 
 
-def test_marks_of_checkpoints_that_are_gone_are_removed(tmp_path: Path) -> None:
+def test_marks_of_deleted_checkpoints_are_removed(tmp_path: Path) -> None:
     first, second = candidate("step-1", 1), candidate("step-2", 2)
     write_marks(tmp_path, [first], there=[first])
     write_marks(tmp_path, [second], there=[second])

@@ -18,14 +18,14 @@ from evergrad_trainer.checkpoint.generations import (
 )
 
 
-def test_generations_count_from_one_and_leave_a_file_each(tmp_path: Path) -> None:
+def test_generations_count_from_one_and_leave_one_file_each(tmp_path: Path) -> None:
     directory = tmp_path / "run" / "checkpoints"
     assert [claim_generation(directory) for _ in range(3)] == [1, 2, 3]
     assert sorted(os.listdir(directory / "gen")) == ["000001", "000002", "000003"]
     assert newest_generation(directory, fresh=True) == 3
 
 
-def test_simultaneous_claims_all_get_different_generations(tmp_path: Path) -> None:
+def test_simultaneous_claims_get_different_generations(tmp_path: Path) -> None:
     with ThreadPoolExecutor(16) as pool:
         claimed = list(pool.map(lambda _: claim_generation(tmp_path), range(64)))
     assert sorted(claimed) == list(range(1, 65))
@@ -41,14 +41,14 @@ def test_only_the_newest_claim_passes_the_fence(tmp_path: Path) -> None:
         check_fence(tmp_path, older)
 
 
-def test_files_of_other_names_are_no_claims(tmp_path: Path) -> None:
+def test_files_with_other_names_are_not_claims(tmp_path: Path) -> None:
     claim_generation(tmp_path)
     (tmp_path / "gen" / ".nfs0001").touch()
     (tmp_path / "gen" / "README").touch()
     assert claim_generation(tmp_path) == 2
 
 
-def test_a_directory_that_cannot_be_made_is_an_error_of_the_run_directory(
+def test_a_directory_that_cannot_be_created_is_an_error_of_the_run_directory(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "file").touch()
@@ -56,7 +56,7 @@ def test_a_directory_that_cannot_be_made_is_an_error_of_the_run_directory(
         claim_generation(tmp_path / "file" / "checkpoints")
 
 
-def test_a_claim_is_tried_again_while_the_volume_is_away_and_may_find_its_own_first_half(
+def test_a_claim_is_retried_while_the_volume_is_unavailable_and_may_find_its_own_first_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first try dies after its file was made, the second before."""
@@ -81,7 +81,7 @@ def test_a_claim_is_tried_again_while_the_volume_is_away_and_may_find_its_own_fi
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_on_a_full_volume_the_name_alone_is_the_claim_of_a_number_that_was_given_out(
+def test_on_a_full_volume_the_file_name_alone_claims_a_given_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     fsync = os.fsync
@@ -99,7 +99,7 @@ def test_on_a_full_volume_the_name_alone_is_the_claim_of_a_number_that_was_given
         claim_exactly(tmp_path, 5)
 
 
-def test_an_empty_claim_of_another_process_is_not_taken_back(
+def test_an_empty_claim_of_another_process_is_not_reclaimed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes while the first try fails before its own file was made."""
@@ -119,7 +119,7 @@ def test_an_empty_claim_of_another_process_is_not_taken_back(
     assert newest_generation(tmp_path) == 5
 
 
-def test_a_claim_on_a_volume_that_stays_full_is_trouble_of_the_host(
+def test_a_claim_on_a_volume_that_stays_full_is_a_host_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evergrad_trainer.base.volume.time.sleep", lambda seconds: None)

@@ -59,7 +59,7 @@ def test_each_byte_of_a_restored_checkpoint_is_read_once(
     assert dict(read_bytes) == sizes(solo.directory / "step-10")
 
 
-def test_what_was_read_ahead_is_not_read_again(
+def test_files_that_were_read_ahead_are_not_read_again(
     make_solo: MakeSolo, make_state: Callable[[int], Any], read_bytes: Counter[str]
 ) -> None:
     solo = make_solo()
@@ -74,7 +74,7 @@ def test_what_was_read_ahead_is_not_read_again(
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("is_ahead", [True, False], ids=["read ahead", "read when chosen"])
-def test_a_flipped_bit_is_found_before_any_of_its_bytes_are_loaded(
+def test_a_flipped_bit_is_detected_before_any_byte_of_the_file_is_loaded(
     make_solo: MakeSolo, make_state: Callable[[int], Any], name: str, is_ahead: bool
 ) -> None:
     solo = make_solo()
@@ -90,7 +90,7 @@ def test_a_flipped_bit_is_found_before_any_of_its_bytes_are_loaded(
     assert again.events[0][1]["reason"] == f"file {name}: checksum differs"
 
 
-def test_a_checkpoint_that_changes_after_it_was_hashed_is_loaded_as_it_was_hashed(
+def test_a_checkpoint_that_changes_after_hashing_is_loaded_as_it_was_hashed(
     make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     solo = make_solo()
@@ -106,7 +106,7 @@ def test_a_checkpoint_that_changes_after_it_was_hashed_is_loaded_as_it_was_hashe
     assert make_solo().restore() == 10  # compares every value bit for bit
 
 
-def test_a_checkpoint_that_was_damaged_when_it_was_read_ahead_is_looked_at_again(
+def test_a_checkpoint_that_was_damaged_when_read_ahead_is_read_again(
     make_solo: MakeSolo, make_state: Callable[[int], Any]
 ) -> None:
     """A network volume may have shown an older state of a file."""
@@ -122,7 +122,7 @@ def test_a_checkpoint_that_was_damaged_when_it_was_read_ahead_is_looked_at_again
     assert restored is not None and restored.step == 10
 
 
-def test_a_checkpoint_that_takes_too_much_memory_is_hashed_and_then_read(
+def test_a_checkpoint_that_needs_too_much_memory_is_hashed_and_then_read(
     make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     solo = make_solo()
@@ -140,7 +140,7 @@ def test_a_checkpoint_that_takes_too_much_memory_is_hashed_and_then_read(
     assert opened == [SHARD]
 
 
-def test_nothing_is_handed_out_that_was_not_compared_with_a_hash(tmp_path: Path) -> None:
+def test_bytes_are_returned_only_after_their_hash_was_compared(tmp_path: Path) -> None:
     path = tmp_path / SHARD
     path.write_bytes(b"content")
     held = HeldFiles(limit_bytes=2**20)
@@ -151,7 +151,7 @@ def test_nothing_is_handed_out_that_was_not_compared_with_a_hash(tmp_path: Path)
     assert held.matches(path, hash_bytes(b"content")) and held.find(path) == b"content"
 
 
-def test_memory_is_for_one_checkpoint_at_a_time(tmp_path: Path) -> None:
+def test_memory_is_used_for_one_checkpoint_at_a_time(tmp_path: Path) -> None:
     held = HeldFiles(limit_bytes=10)
     for name in ("step-1", "step-2"):
         path = tmp_path / name / SHARD
@@ -167,7 +167,7 @@ def test_memory_is_for_one_checkpoint_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("begin", "size"), [(0, 100), (3, 64), (36, 64), (99, 1), (100, 0)]
 )
-def test_a_large_tensor_is_copied_in_pieces_between_which_other_threads_run(
+def test_a_large_tensor_is_copied_in_pieces_so_that_other_threads_can_run(
     monkeypatch: pytest.MonkeyPatch, begin: int, size: int
 ) -> None:
     monkeypatch.setattr(reader_module, "COPY_BYTES", 32)
@@ -180,14 +180,14 @@ def test_a_large_tensor_is_copied_in_pieces_between_which_other_threads_run(
     assert sum(moved) == size and all(count <= 32 for count in moved)
 
 
-def test_a_part_beyond_the_end_of_a_file_in_memory_is_damage() -> None:
+def test_a_range_beyond_the_end_of_a_file_in_memory_is_damage() -> None:
     with pytest.raises(InvalidCheckpointError, match="ends at byte 10"):
         MemorySource(memoryview(bytes(10)), SHARD).read_into(memoryview(bytearray(4)), 7)
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 100_000])
 @pytest.mark.parametrize("refuses", [True, False], ids=["through the cache", "directly"])
-def test_files_of_any_length_are_read_to_their_ends(
+def test_files_of_any_length_are_read_completely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, refuses: bool
 ) -> None:
     if refuses:
@@ -201,7 +201,7 @@ def test_files_of_any_length_are_read_to_their_ends(
     assert held.find(path) == data
 
 
-def test_a_reader_holds_nothing_outside_of_a_restore(make_solo: MakeSolo) -> None:
+def test_a_reader_holds_no_bytes_outside_a_restore(make_solo: MakeSolo) -> None:
     solo = make_solo()
     solo.save(10)
     reader: CheckpointReader = solo.manager._store.reader

@@ -18,7 +18,7 @@ numbers = st.integers(0, 10**12)
 
 
 @given(numbers, numbers, numbers)
-def test_every_name_a_version_may_be_published_under_tells_its_step(
+def test_every_published_checkpoint_name_contains_its_step(
     step: int, generation: int, serial: int
 ) -> None:
     version = Version(step, generation, serial)
@@ -28,7 +28,7 @@ def test_every_name_a_version_may_be_published_under_tells_its_step(
 
 
 @given(numbers)
-def test_a_generation_is_read_back_from_its_name(generation: int) -> None:
+def test_a_generation_is_parsed_from_its_name(generation: int) -> None:
     assert parse_generation_name(generation_name(generation)) == generation
 
 
@@ -54,7 +54,7 @@ def test_generation_names_sort_like_their_numbers() -> None:
         "step-١",
     ],
 )
-def test_other_names_are_no_checkpoints(name: str) -> None:
+def test_other_names_are_not_checkpoints(name: str) -> None:
     assert parse_checkpoint_name(name) is None
 
 

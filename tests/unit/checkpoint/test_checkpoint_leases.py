@@ -34,7 +34,7 @@ def only_lease(directory: Path) -> Path:
     return path
 
 
-def test_a_held_checkpoint_outlives_retention_until_it_is_let_go(
+def test_a_held_checkpoint_is_kept_until_its_lease_is_released(
     make_solo: MakeSolo,
 ) -> None:
     solo = make_solo(keep=1)
@@ -48,7 +48,7 @@ def test_a_held_checkpoint_outlives_retention_until_it_is_let_go(
     assert solo.names() == ["step-4"]
 
 
-def test_a_lease_that_nobody_touches_holds_nothing_after_a_while(
+def test_a_lease_that_is_not_renewed_expires(
     make_solo: MakeSolo,
 ) -> None:
     solo = make_solo(keep=1)
@@ -65,7 +65,7 @@ def test_a_lease_that_nobody_touches_holds_nothing_after_a_while(
 
 
 @pytest.mark.parametrize("age", [LEASE_SECONDS + 1, -LEASE_SECONDS - 1])
-def test_a_lease_ends_also_where_the_volume_s_clock_was_set_back(
+def test_a_lease_expires_although_the_clock_of_the_volume_was_set_back(
     tmp_path: Path, age: float
 ) -> None:
     with hold(tmp_path, "step-5"):
@@ -87,7 +87,7 @@ def refuse(*_: Any, **__: Any) -> None:
     raise PermissionError(errno.EACCES, "Permission denied")
 
 
-def test_an_ended_lease_that_may_not_be_removed_holds_nothing_and_stops_no_retention(
+def test_an_expired_lease_that_cannot_be_removed_does_not_block_retention(
     make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a reader of another user leaves it, who was killed."""
@@ -110,7 +110,7 @@ def test_an_ended_lease_that_may_not_be_removed_holds_nothing_and_stops_no_reten
     assert solo.names() == ["step-3"] and lease.exists()
 
 
-def test_a_lease_that_may_not_be_read_counts_by_its_name(
+def test_an_unreadable_lease_counts_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hold(tmp_path, "step-7.g3"):
@@ -119,7 +119,7 @@ def test_a_lease_that_may_not_be_read_counts_by_its_name(
         assert find_leased(tmp_path, now=now) == {"step-7.g3"}
 
 
-def test_leases_that_may_not_be_listed_stop_no_retention(
+def test_leases_that_cannot_be_listed_do_not_block_retention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with hold(tmp_path, "step-7"):
@@ -131,7 +131,7 @@ def test_leases_that_may_not_be_listed_stop_no_retention(
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755, 0o2775])
-def test_the_folder_of_leases_is_open_to_whom_the_checkpoints_are(
+def test_the_folder_of_leases_has_the_access_rights_of_the_checkpoints(
     tmp_path: Path, mode: int
 ) -> None:
     """A reader of another user makes it for the run, which has to write leases of its own there."""
@@ -146,7 +146,7 @@ def test_the_folder_of_leases_is_open_to_whom_the_checkpoints_are(
     assert (found.st_uid, found.st_gid) == owner
 
 
-def test_a_reader_that_may_give_no_folder_away_holds_its_checkpoint(
+def test_a_reader_that_cannot_change_the_owner_of_the_folder_holds_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("chown", "chmod"):
@@ -156,7 +156,9 @@ def test_a_reader_that_may_give_no_folder_away_holds_its_checkpoint(
         assert find_leased(tmp_path, now=now) == {"step-1"}
 
 
-def test_two_readers_hold_one_checkpoint_until_both_have_let_go(tmp_path: Path) -> None:
+def test_two_readers_hold_one_checkpoint_until_both_leases_are_released(
+    tmp_path: Path,
+) -> None:
     now = time.time()
     with hold(tmp_path, "step-1"):
         with hold(tmp_path, "step-1"):
@@ -165,7 +167,7 @@ def test_two_readers_hold_one_checkpoint_until_both_have_let_go(tmp_path: Path) 
     assert find_leased(tmp_path, now=now) == set()
 
 
-def test_a_holder_renews_its_lease_and_makes_it_again_where_it_was_removed(
+def test_a_holder_renews_its_lease_and_recreates_it_if_it_was_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "RENEWAL_SECONDS", 0.005)

@@ -85,7 +85,7 @@ def test_a_save_is_an_event_with_its_facts_and_is_found_by_the_next_start(
     assert make_solo().restore() == 10
 
 
-def test_checkpoints_that_later_steps_need_outlive_all_others(make_solo: MakeSolo) -> None:
+def test_checkpoints_that_later_steps_need_are_kept_longest(make_solo: MakeSolo) -> None:
     solo = make_solo(keep=1)
     solo.manager.anchors = frozenset({20})
     for step in (10, 20, 30, 40):
@@ -94,7 +94,7 @@ def test_checkpoints_that_later_steps_need_outlive_all_others(make_solo: MakeSol
 
 
 @pytest.mark.capability("O-59")
-def test_an_asynchronous_save_holds_the_values_of_the_moment_it_was_called(
+def test_an_asynchronous_save_holds_the_values_at_the_time_of_the_call(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:
     gate = threading.Event()
@@ -141,7 +141,7 @@ def test_a_second_save_waits_for_the_first(
     assert solo.names() == ["step-10", "step-20"]
 
 
-def test_a_synchronous_save_has_ended_when_it_returns(
+def test_a_synchronous_save_is_complete_when_it_returns(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:
     solo = make_solo(asynchronous=False)
@@ -153,7 +153,7 @@ def test_a_synchronous_save_has_ended_when_it_returns(
 @pytest.mark.skipif(
     sys.platform != "linux", reason="threads have a priority of their own on Linux only"
 )
-def test_a_save_beside_training_yields_the_cores_and_one_that_is_waited_for_does_not(
+def test_a_background_save_runs_at_low_priority_and_an_awaited_save_does_not(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:
     found: list[int] = []
@@ -172,7 +172,7 @@ def test_a_save_beside_training_yields_the_cores_and_one_that_is_waited_for_does
 
 
 @pytest.mark.acceptance("input-O-64")
-def test_a_state_or_an_extra_that_cannot_be_stored_is_refused_at_the_call(
+def test_a_state_or_extra_that_cannot_be_stored_is_refused_at_the_call(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:
     solo = make_solo()
@@ -199,7 +199,7 @@ def test_saving_the_same_state_of_a_step_twice_leaves_one_checkpoint(
 
 
 @pytest.mark.capability("O-58")
-def test_another_state_of_a_published_step_gets_a_name_of_its_own_and_the_newest_generation_loads(
+def test_another_state_of_a_published_step_gets_its_own_name_and_the_newest_generation_loads(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:
     make_solo(keep=5).save(10)
@@ -222,7 +222,7 @@ def test_another_state_of_a_published_step_gets_a_name_of_its_own_and_the_newest
     )
 
 
-def test_a_damaged_checkpoint_of_the_same_step_is_not_written_over(
+def test_a_damaged_checkpoint_of_the_same_step_is_not_overwritten(
     make_solo: MakeSolo,
 ) -> None:
     make_solo().save(10)
@@ -241,7 +241,7 @@ def test_a_damaged_checkpoint_of_the_same_step_is_not_written_over(
     "point",
     [faults.MID_SHARD, faults.BEFORE_FSYNC, faults.BEFORE_MANIFEST, faults.BEFORE_RENAME],
 )
-def test_a_disk_that_refuses_fails_the_save_leaves_nothing_behind_and_the_next_save_works(
+def test_a_disk_error_fails_the_save_leaves_no_files_and_the_next_save_succeeds(
     make_solo: MakeSolo, point: str, number: int
 ) -> None:
     make_solo().save(10)
@@ -258,7 +258,7 @@ def test_a_disk_that_refuses_fails_the_save_leaves_nothing_behind_and_the_next_s
     assert solo.names() == ["step-10", "step-20"]
 
 
-def test_trouble_after_the_rename_does_not_unpublish(make_solo: MakeSolo) -> None:
+def test_an_error_after_the_rename_does_not_unpublish(make_solo: MakeSolo) -> None:
     make_solo().save(10)
     solo = make_solo(keep=1, hook=At(faults.RETENTION, refuse(errno.EIO)))
     solo.save(20)
@@ -266,7 +266,7 @@ def test_trouble_after_the_rename_does_not_unpublish(make_solo: MakeSolo) -> Non
     assert make_solo().restore() == 20
 
 
-def test_too_many_failures_in_a_row_raise_and_a_success_in_between_starts_the_count_again(
+def test_too_many_failures_in_a_row_raise_and_a_success_resets_the_count(
     make_solo: MakeSolo,
 ) -> None:
     solo = make_solo(
@@ -293,7 +293,7 @@ def test_too_many_failures_in_a_row_raise_and_a_success_in_between_starts_the_co
     "point",
     [faults.MID_SHARD, faults.BEFORE_FSYNC, faults.BEFORE_MANIFEST, faults.BEFORE_RENAME],
 )
-def test_a_full_volume_gives_up_its_oldest_checkpoint_and_the_save_succeeds(
+def test_on_a_full_volume_the_oldest_checkpoint_is_removed_and_the_save_succeeds(
     make_solo: MakeSolo, point: str, number: int
 ) -> None:
     start = make_solo()
@@ -309,7 +309,7 @@ def test_a_full_volume_gives_up_its_oldest_checkpoint_and_the_save_succeeds(
     assert make_solo().restore() == 40
 
 
-def test_a_full_volume_never_takes_the_newest_nor_a_pinned_checkpoint(
+def test_a_full_volume_never_removes_the_newest_or_a_pinned_checkpoint(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:
     start = make_solo(keep=9)
@@ -337,7 +337,7 @@ def test_a_full_volume_never_takes_the_newest_nor_a_pinned_checkpoint(
     assert solo.names() == ["step-10", "step-20", "step-40"]
 
 
-def test_a_pointer_without_room_does_not_keep_retention_from_making_room(
+def test_a_pointer_that_cannot_be_written_does_not_prevent_retention(
     make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = make_solo()
@@ -359,7 +359,7 @@ def test_a_pointer_without_room_does_not_keep_retention_from_making_room(
     assert json.loads((solo.directory / "latest").read_bytes())["checkpoint"] == "step-30"
 
 
-def test_the_last_of_the_failed_saves_names_the_newest_checkpoint_and_what_to_do(
+def test_the_last_failed_save_names_the_newest_checkpoint_and_the_remedy(
     make_solo: MakeSolo,
 ) -> None:
     make_solo().save(10)
@@ -374,7 +374,7 @@ def test_the_last_of_the_failed_saves_names_the_newest_checkpoint_and_what_to_do
     assert "enlarge the volume or its quota; then start the run again" in words
 
 
-def test_poll_raises_when_the_last_allowed_failure_comes_in(
+def test_poll_raises_at_the_last_allowed_failure(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:
     solo = make_solo(hook=At(faults.MID_SHARD, refuse(errno.ENOSPC)), maxFailures=1)
@@ -395,7 +395,7 @@ def test_a_directory_that_vanishes_fails_saves_and_does_not_stop_training(
     assert "No such file or directory" in solo.events[0][1]["reason"]
 
 
-def test_a_failure_of_the_snapshot_is_a_failed_save(
+def test_a_failed_snapshot_is_a_failed_save(
     make_solo: MakeSolo, make_state: MakeState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     solo = make_solo()
@@ -408,7 +408,7 @@ def test_a_failure_of_the_snapshot_is_a_failed_save(
     assert solo.events[0][1]["reason"] == "rank 0: no memory for the copy"
 
 
-def test_an_error_of_torch_in_a_world_of_one_is_no_lost_peer(
+def test_a_torch_error_with_one_process_is_not_a_lost_peer(
     make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -438,7 +438,7 @@ def test_the_older_of_two_runs_on_one_directory_cannot_publish(make_solo: MakeSo
         older.save(30)
 
 
-def test_poll_notices_a_newer_claim_without_raising(make_solo: MakeSolo) -> None:
+def test_poll_detects_a_newer_claim_without_raising(make_solo: MakeSolo) -> None:
     solo = make_solo()
     solo.manager.poll()
     assert not solo.manager.is_fenced()
@@ -461,7 +461,7 @@ def test_poll_notices_a_newer_claim_without_raising(make_solo: MakeSolo) -> None
         faults.AFTER_RENAME,
     ],
 )
-def test_a_claim_in_the_middle_of_a_save_leaves_nothing_published(
+def test_a_claim_during_a_save_leaves_nothing_published(
     make_solo: MakeSolo, tmp_path: Path, point: str
 ) -> None:
     solo = make_solo(hook=At(point, lambda: claim_generation(tmp_path / "checkpoints")))
@@ -471,7 +471,7 @@ def test_a_claim_in_the_middle_of_a_save_leaves_nothing_published(
     assert not (solo.directory / "latest").exists()
 
 
-def test_a_claim_in_a_save_whose_state_was_published_before_leaves_that_checkpoint(
+def test_a_claim_during_a_save_of_an_already_published_state_leaves_that_checkpoint(
     make_solo: MakeSolo, tmp_path: Path
 ) -> None:
     make_solo().save(10)
@@ -499,7 +499,7 @@ def test_only_the_newest_checkpoints_are_kept(make_solo: MakeSolo) -> None:
 
 @pytest.mark.acceptance("8d-7b")
 @pytest.mark.capability("O-20", "O-54", "O-56")
-def test_a_permanent_checkpoint_outlives_all_others_whatever_a_later_start_is_told(
+def test_a_permanent_checkpoint_is_kept_although_a_later_start_has_other_settings(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:
     solo = make_solo(keep=1)
@@ -529,7 +529,7 @@ def test_the_best_checkpoint_is_kept_until_there_is_a_better_one(
     assert again.names() == ["step-40", "step-50"]
 
 
-def test_a_mark_that_points_to_nothing_is_given_to_another_and_a_right_one_left_alone(
+def test_a_best_mark_of_a_missing_checkpoint_is_moved_and_a_valid_mark_is_kept(
     make_solo: MakeSolo,
 ) -> None:
     solo = make_solo(keep=2)
@@ -549,7 +549,7 @@ def test_a_mark_that_points_to_nothing_is_given_to_another_and_a_right_one_left_
     assert solo.names() == ["step-10", "step-30", "step-40"]
 
 
-def test_the_best_stays_pinned_when_a_kill_came_before_its_pointer(
+def test_the_best_checkpoint_stays_pinned_if_a_kill_prevented_its_pointer(
     make_solo: MakeSolo,
 ) -> None:
     solo = make_solo(keep=1)
@@ -559,7 +559,7 @@ def test_the_best_stays_pinned_when_a_kill_came_before_its_pointer(
     assert solo.names() == ["step-10", "step-20"]
 
 
-def test_damaged_checkpoints_neither_count_nor_are_removed(make_solo: MakeSolo) -> None:
+def test_damaged_checkpoints_do_not_count_and_are_not_removed(make_solo: MakeSolo) -> None:
     solo = make_solo(keep=2)
     solo.save(10)
     solo.save(20)
@@ -569,7 +569,7 @@ def test_damaged_checkpoints_neither_count_nor_are_removed(make_solo: MakeSolo) 
     assert solo.events[-1][1]["kept"] == 2
 
 
-def test_a_checkpoint_that_cannot_be_read_does_not_keep_others_from_being_retired(
+def test_an_unreadable_checkpoint_does_not_prevent_the_retirement_of_others(
     make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     solo = make_solo(keep=2)
@@ -589,7 +589,7 @@ def test_a_checkpoint_that_cannot_be_read_does_not_keep_others_from_being_retire
     assert solo.events[-1][1]["kept"] == 2
 
 
-def test_a_checkpoint_that_cannot_be_removed_does_not_keep_others_from_being_retired(
+def test_a_checkpoint_that_cannot_be_removed_does_not_prevent_the_retirement_of_others(
     make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     solo = make_solo(keep=3)
@@ -609,7 +609,7 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_keep_others_from_being_ret
     assert again.events[-1][1]["kept"] == 2
 
 
-def test_the_checkpoint_just_published_survives_newer_looking_ones(
+def test_the_checkpoint_just_published_is_kept_next_to_higher_steps(
     make_solo: MakeSolo,
 ) -> None:
     make_solo(keep=5).save(90)
@@ -618,7 +618,7 @@ def test_the_checkpoint_just_published_survives_newer_looking_ones(
     assert solo.names() == ["step-10", "step-90"]
 
 
-def test_a_start_removes_attempts_of_smaller_generations_and_rubbish_only(
+def test_a_start_removes_only_attempts_of_smaller_generations_and_leftover_files(
     make_solo: MakeSolo,
 ) -> None:
     first = make_solo()
@@ -643,11 +643,11 @@ def test_a_start_removes_attempts_of_smaller_generations_and_rubbish_only(
 # Restoring
 
 
-def test_a_fresh_directory_restores_nothing(make_solo: MakeSolo) -> None:
+def test_an_empty_directory_restores_nothing(make_solo: MakeSolo) -> None:
     assert make_solo().restore() is None
 
 
-def test_a_first_save_that_was_killed_is_no_checkpoint(make_solo: MakeSolo) -> None:
+def test_a_first_save_that_was_killed_is_not_a_checkpoint(make_solo: MakeSolo) -> None:
     solo = make_solo()
     (solo.directory / ".tmp" / "step-10.g1.1").mkdir(parents=True)
     assert make_solo().restore() is None
@@ -728,7 +728,7 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_older_one_loads(
     assert make_solo().restore() == 1000
 
 
-def test_a_fallback_is_reported_by_the_next_process_if_its_own_was_lost_before(
+def test_an_unreported_fallback_is_reported_by_the_next_process(
     make_solo: MakeSolo,
 ) -> None:
     """The only process may be killed between setting a checkpoint aside and its first event."""
@@ -750,14 +750,14 @@ def test_a_fallback_is_reported_by_the_next_process_if_its_own_was_lost_before(
     assert [name for name, _ in after.events] == ["restored"]
 
 
-def test_a_process_that_lives_on_reports_its_fallback_once(make_solo: MakeSolo) -> None:
+def test_a_surviving_process_reports_its_fallback_once(make_solo: MakeSolo) -> None:
     again = begin_again(make_solo)
     again.restore()
     again.manager.note_announced()
     assert [name for name, _ in again.events] == ["fallback", "restored"]
 
 
-def test_a_checkpoint_that_was_set_aside_no_longer_counts_as_published(
+def test_a_quarantined_checkpoint_no_longer_counts_as_published(
     make_solo: MakeSolo,
 ) -> None:
     """All ranks have lost their state and gone back to an older step; the later one is saved again."""
@@ -774,7 +774,7 @@ def test_a_checkpoint_that_was_set_aside_no_longer_counts_as_published(
 
 @pytest.mark.capability("O-37")
 @pytest.mark.parametrize(("damage", "reason"), DAMAGE)
-def test_if_none_validates_the_run_stops_and_nothing_is_moved(
+def test_if_no_checkpoint_validates_the_run_stops_and_nothing_is_moved(
     make_solo: MakeSolo, damage: Callable[[Path], None], reason: str
 ) -> None:
     solo = make_solo()
@@ -801,7 +801,7 @@ def test_quarantined_checkpoints_alone_never_lead_to_step_0(make_solo: MakeSolo)
         make_solo().restore()
 
 
-def test_a_checkpoint_is_quarantined_beside_an_earlier_one_of_its_name(
+def test_a_checkpoint_is_quarantined_next_to_an_earlier_one_of_its_name(
     make_solo: MakeSolo,
 ) -> None:
     make_solo().save(10)
@@ -834,7 +834,7 @@ def test_without_checksums_sizes_are_still_checked(make_solo: MakeSolo) -> None:
         b"\xff",
     ],
 )
-def test_a_hint_that_points_nowhere_changes_nothing(
+def test_a_hint_to_a_missing_checkpoint_has_no_effect(
     make_solo: MakeSolo, hint: bytes
 ) -> None:
     solo = make_solo()
@@ -843,7 +843,7 @@ def test_a_hint_that_points_nowhere_changes_nothing(
     assert make_solo().restore() == 10
 
 
-def test_a_stray_file_called_like_a_checkpoint_is_damage(make_solo: MakeSolo) -> None:
+def test_a_file_with_the_name_of_a_checkpoint_is_damage(make_solo: MakeSolo) -> None:
     solo = make_solo()
     solo.save(10)
     (solo.directory / "step-20").write_text("notes")
@@ -877,7 +877,7 @@ def test_checkpoints_of_another_identity_are_refused_with_both_values(
     assert make_solo().restore() == 10
 
 
-def test_a_refused_checkpoint_names_the_fields_of_the_recipe_that_differ(
+def test_a_refused_checkpoint_names_the_differing_recipe_fields(
     make_solo: MakeSolo, make_state: Callable[[int], dict[str, torch.Tensor]]
 ) -> None:
     recipe = {"optimizer": {"learningRate": 0.001}, "batching": {"microBatchSize": 2}}
@@ -895,7 +895,7 @@ def test_a_refused_checkpoint_names_the_fields_of_the_recipe_that_differ(
         make_solo(identity=Identity("run", "changed", "data", recipe=recipe)).restore()
 
 
-def test_a_checkpoint_whose_recipe_differs_by_the_form_of_a_free_number_is_this_runs(
+def test_a_recipe_that_differs_only_in_the_form_of_a_free_number_is_the_same_run(
     make_solo: MakeSolo, make_state: Callable[[int], dict[str, torch.Tensor]]
 ) -> None:
     def recipe(theta: float) -> dict[str, object]:
@@ -909,7 +909,7 @@ def test_a_checkpoint_whose_recipe_differs_by_the_form_of_a_free_number_is_this_
     assert found is not None and found.step == 10
 
 
-def test_a_newer_programs_checkpoint_is_refused_and_not_set_aside(
+def test_a_checkpoint_of_a_newer_program_is_refused_and_not_quarantined(
     make_solo: MakeSolo,
 ) -> None:
     solo = make_solo()
@@ -923,7 +923,7 @@ def test_a_newer_programs_checkpoint_is_refused_and_not_set_aside(
 
 
 @pytest.mark.acceptance("8d-4e", "8d-4g")
-def test_tensors_that_do_not_fit_the_state_are_named(
+def test_tensors_that_do_not_match_the_state_are_named(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:
     make_solo().save(10)
@@ -943,7 +943,7 @@ def test_tensors_that_do_not_fit_the_state_are_named(
     )
 
 
-def test_parameters_that_want_gradients_are_filled_in_place(
+def test_parameters_that_require_gradients_are_filled_in_place(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:
     make_solo().save(10)
@@ -957,7 +957,7 @@ def test_parameters_that_want_gradients_are_filled_in_place(
 # Leaving
 
 
-def test_closing_waits_for_the_save_under_way(
+def test_close_waits_for_the_running_save(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:
     solo = make_solo()
@@ -966,7 +966,7 @@ def test_closing_waits_for_the_save_under_way(
     assert solo.types() == ["save"] and solo.names() == ["step-10"]
 
 
-def test_abandoning_reports_a_save_that_ends_in_time_and_leaves_one_that_does_not(
+def test_abandon_reports_a_save_that_ends_in_time_and_leaves_one_that_does_not(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:
     solo = make_solo()
@@ -988,7 +988,7 @@ def test_abandoning_reports_a_save_that_ends_in_time_and_leaves_one_that_does_no
         assert torch.equal(weight, make_state(step)["model.weight"])
 
 
-def test_a_listing_that_fails_for_a_moment_is_tried_again_and_one_that_stays_away_is_the_hosts(
+def test_a_listing_that_fails_is_retried_and_then_a_host_fault(
     make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the checkpoints would be called lost, and the run would end for good."""
@@ -1016,7 +1016,7 @@ def test_a_listing_that_fails_for_a_moment_is_tried_again_and_one_that_stays_awa
     assert raised.value.exit_code == 70
 
 
-def test_checkpoints_that_cannot_be_read_are_not_called_lost(
+def test_checkpoints_that_cannot_be_read_are_not_reported_as_lost(
     make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_solo().save(10)
@@ -1045,7 +1045,7 @@ def test_checkpoints_that_cannot_be_read_are_not_called_lost(
         (errno.ESTALE, "io"),
     ],
 )
-def test_what_kept_a_save_from_being_made_is_decided_by_its_error_number(
+def test_the_trouble_of_a_failed_save_is_derived_from_the_error_number(
     number: int, trouble: str
 ) -> None:
     error = OSError(number, "whatever words")

@@ -33,13 +33,13 @@ def build_manifest(**changes: object) -> Manifest:
     return Manifest(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def test_a_manifest_is_read_back_as_it_was_written() -> None:
+def test_a_manifest_is_parsed_as_it_was_written() -> None:
     assert decode_manifest(encode_manifest(build_manifest())) == build_manifest()
 
 
 @pytest.mark.capability("G-69")
 @given(st.data())
-def test_a_flipped_bit_in_a_manifest_is_refused_or_changes_nothing(
+def test_a_flipped_bit_in_a_manifest_is_refused_or_has_no_effect(
     data: st.DataObject,
 ) -> None:
     encoded = bytearray(encode_manifest(build_manifest()))
@@ -53,7 +53,7 @@ def test_a_flipped_bit_in_a_manifest_is_refused_or_changes_nothing(
 
 
 @given(st.integers(0, 500))
-def test_a_cut_off_manifest_is_refused(length: int) -> None:
+def test_a_truncated_manifest_is_refused(length: int) -> None:
     encoded = encode_manifest(build_manifest())
     with pytest.raises(InvalidCheckpointError, match=r"manifest\.json"):
         decode_manifest(encoded[: min(length, len(encoded) - 3)])
@@ -64,14 +64,14 @@ def test_a_cut_off_manifest_is_refused(length: int) -> None:
     "garbage",
     [b"\0\0\0", b"[]", b"null", b"{}", b'{"format": 1}', b"\xff\xfe", b'{"format": "1"}'],
 )
-def test_garbage_is_no_manifest(garbage: bytes) -> None:
+def test_garbage_is_not_a_manifest(garbage: bytes) -> None:
     with pytest.raises(InvalidCheckpointError, match="is not a manifest"):
         decode_manifest(garbage)
 
 
 @pytest.mark.acceptance("input-G-64")
 @pytest.mark.capability("G-64")
-def test_a_newer_format_is_told_apart_from_damage() -> None:
+def test_a_newer_format_is_distinguished_from_damage() -> None:
     newer = {
         **json.loads(encode_manifest(build_manifest())),
         "format": 2,
@@ -86,7 +86,7 @@ def test_a_newer_format_is_told_apart_from_damage() -> None:
 @pytest.mark.parametrize(
     "name", ["../rank-00000.bin", "/etc/passwd", "", ".", "..", "a/b", "a\0b"]
 )
-def test_a_file_name_that_reaches_out_of_the_checkpoint_is_refused(name: str) -> None:
+def test_a_file_name_that_points_outside_the_checkpoint_is_refused(name: str) -> None:
     manifest = build_manifest(files=(FileEntry(name, 1, "0" * 32),))
     with pytest.raises(InvalidCheckpointError, match="is not a plain file name"):
         decode_manifest(encode_manifest(manifest))
@@ -97,7 +97,7 @@ def test_a_value_that_strict_json_cannot_hold_is_refused_when_writing() -> None:
         encode_manifest(build_manifest(extra={"loss": math.nan}))
 
 
-def test_the_same_content_is_recognised_whoever_wrote_it() -> None:
+def test_equal_content_is_recognised_although_other_processes_wrote_it() -> None:
     manifest = build_manifest()
     assert manifest.has_same_content(
         build_manifest(version=Version(1200, 8, 1), finished=0.0, best=False)

@@ -51,7 +51,9 @@ def refuse(
     return refused
 
 
-def test_it_is_loaded_beside_newer_ones(make_solo: MakeSolo, make_state: MakeState) -> None:
+def test_a_checkpoint_of_a_step_is_loaded_although_newer_ones_exist(
+    make_solo: MakeSolo, make_state: MakeState
+) -> None:
     solo, state = make_solo(), make_state(0)
     for step in (STEP, STEP + 10):
         solo.save(step)
@@ -59,7 +61,7 @@ def test_it_is_loaded_beside_newer_ones(make_solo: MakeSolo, make_state: MakeSta
     assert all(torch.equal(value, make_state(STEP)[key]) for key, value in state.items())
 
 
-def test_one_that_validates_and_cannot_be_read_after_that_is_not_called_lost(
+def test_a_valid_checkpoint_that_becomes_unreadable_is_not_reported_as_lost(
     make_solo: MakeSolo,
     make_state: MakeState,
     monkeypatch: pytest.MonkeyPatch,
@@ -75,7 +77,7 @@ def test_one_that_validates_and_cannot_be_read_after_that_is_not_called_lost(
     assert sum(pauses) >= 20.0
 
 
-def test_nor_is_the_only_checkpoint_of_a_run(
+def test_the_only_checkpoint_of_a_run_is_not_reported_as_lost_if_unreadable(
     make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_solo().save(STEP)
@@ -86,7 +88,7 @@ def test_nor_is_the_only_checkpoint_of_a_run(
     assert solo.names() == [f"step-{STEP}"]
 
 
-def test_a_manifest_that_cannot_be_read_for_a_moment_costs_no_checkpoint(
+def test_a_manifest_that_is_temporarily_unreadable_costs_no_checkpoint(
     make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had validated, so that an older one would have been loaded in its place."""
@@ -99,7 +101,7 @@ def test_a_manifest_that_cannot_be_read_for_a_moment_costs_no_checkpoint(
     assert refused == [f"step-{STEP + 10}"] and again.types() == ["restored"]
 
 
-def test_one_that_the_listing_does_not_show_yet_is_found_by_its_name(
+def test_a_checkpoint_that_the_listing_does_not_show_yet_is_found_by_its_name(
     make_solo: MakeSolo, make_state: MakeState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     solo, state = make_solo(), make_state(0)
@@ -109,7 +111,7 @@ def test_one_that_the_listing_does_not_show_yet_is_found_by_its_name(
     assert all(torch.equal(value, make_state(STEP)[key]) for key, value in state.items())
 
 
-def test_a_listing_that_fails_for_a_moment_is_made_again(
+def test_a_listing_that_fails_temporarily_is_retried(
     make_solo: MakeSolo, make_state: MakeState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     solo = make_solo()
@@ -127,7 +129,7 @@ def test_a_listing_that_fails_for_a_moment_is_made_again(
     assert load(solo, make_state(0)).name == f"step-{STEP}" and refused
 
 
-def test_one_that_is_not_there_or_damaged_or_another_is_lost(
+def test_a_missing_damaged_or_different_checkpoint_of_the_step_is_lost(
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:
     solo = make_solo()

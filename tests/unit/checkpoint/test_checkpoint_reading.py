@@ -117,7 +117,7 @@ def test_a_file_that_ends_too_early_is_damage_and_not_zeros(tmp_path: Path) -> N
         os.close(descriptor)
 
 
-def test_the_table_is_read_back_as_it_was_written() -> None:
+def test_the_table_is_parsed_as_it_was_written() -> None:
     table = {
         "model.a": StoredTensor(
             torch.bfloat16,
@@ -146,7 +146,7 @@ def test_the_table_is_read_back_as_it_was_written() -> None:
         json.dumps({"a": {"dtype": "float32", "shape": [2], "chunks": []}}).encode(),
     ],
 )
-def test_a_table_that_is_none_or_has_holes_is_damage(document: bytes) -> None:
+def test_a_missing_table_or_a_table_with_holes_is_damage(document: bytes) -> None:
     with pytest.raises(InvalidCheckpointError, match=r"file tensors\.json"):
         decode_table(document)
 
@@ -159,7 +159,7 @@ def third_of_four() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def test_a_rank_of_a_sharded_model_reads_its_own_part_only(
+def test_a_rank_of_a_sharded_model_reads_only_its_own_part(
     make_solo: Callable[..., Any],
     tmp_path: Path,
     third_of_four: DeviceMesh,

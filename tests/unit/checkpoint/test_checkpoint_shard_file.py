@@ -21,7 +21,7 @@ def open_shard(path: Path) -> ShardFile:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, 3 * mmap.PAGESIZE), max_size=8), st.integers(0, 255))
-def test_everything_appended_is_found_at_its_aligned_offset(
+def test_all_appended_data_is_found_at_its_aligned_offset(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], first: int
 ) -> None:
     path = tmp_path_factory.mktemp("shard") / "rank-00000.bin"
@@ -49,7 +49,7 @@ def test_everything_appended_is_found_at_its_aligned_offset(
     )
 
 
-def test_a_file_system_that_refuses_direct_writes_gets_ordinary_ones(
+def test_a_file_system_without_direct_writes_gets_ordinary_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = []
@@ -71,7 +71,7 @@ def test_a_file_system_that_refuses_direct_writes_gets_ordinary_ones(
     assert entry.bytes == 10_000 and entry.hash == hash_file(tmp_path / "rank-00000.bin")
 
 
-def test_an_abandoned_file_is_closed_and_leaves_no_descriptor(tmp_path: Path) -> None:
+def test_an_abandoned_file_is_closed_and_leaks_no_descriptor(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for index in range(5):
         shard = open_shard(tmp_path / f"rank-{index:05d}.bin")

@@ -49,7 +49,7 @@ def run(make_solo: MakeSolo, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("inner", "step"), [("", 20), ("checkpoints", 20), ("checkpoints/step-10", 10)]
 )
-def test_weights_load_from_a_run_its_checkpoints_or_one_checkpoint(
+def test_weights_load_from_a_run_from_its_checkpoints_or_from_one_checkpoint(
     run: Path, make_state: MakeState, inner: str, step: int
 ) -> None:
     state = make_state(0)
@@ -60,7 +60,7 @@ def test_weights_load_from_a_run_its_checkpoints_or_one_checkpoint(
 
 
 @pytest.mark.capability("G-11")
-def test_the_checkpoint_of_a_step_is_loaded_and_one_that_is_not_there_is_named(
+def test_the_checkpoint_of_a_step_is_loaded_and_a_missing_step_is_named(
     run: Path, make_state: MakeState
 ) -> None:
     state = make_state(0)
@@ -76,7 +76,7 @@ def test_the_checkpoint_of_a_step_is_loaded_and_one_that_is_not_there_is_named(
 
 @pytest.mark.acceptance("input-O-61")
 @pytest.mark.capability("O-61")
-def test_an_optimizer_of_another_kind_is_named_with_what_helps(
+def test_an_optimizer_of_another_type_is_refused_with_a_remedy(
     run: Path, make_state: MakeState
 ) -> None:
     state = {**make_state(0), "optimizer.other": torch.zeros(3)}
@@ -96,7 +96,7 @@ def test_a_relative_path_and_a_renamed_copy_of_a_checkpoint_work(
     )
 
 
-def test_a_run_that_has_the_name_of_a_checkpoint_is_a_run(
+def test_a_run_with_the_name_of_a_checkpoint_is_a_run(
     run: Path, make_state: MakeState, tmp_path: Path
 ) -> None:
     named = run.rename(tmp_path / "step-100")
@@ -107,7 +107,7 @@ def test_a_run_that_has_the_name_of_a_checkpoint_is_a_run(
         assert find(path) == named / "checkpoints" / "step-20"
 
 
-def test_weights_of_another_precision_are_converted_and_the_log_says_so(
+def test_weights_of_another_precision_are_converted_with_a_log_message(
     run: Path, make_state: MakeState, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = {key: value for key, value in make_state(0).items() if key.startswith("model.")}
@@ -120,7 +120,7 @@ def test_weights_of_another_precision_are_converted_and_the_log_says_so(
     )
 
 
-def test_a_damaged_checkpoint_of_another_run_is_passed_over_and_left_alone(
+def test_a_damaged_checkpoint_of_another_run_is_skipped_and_left_unchanged(
     run: Path, make_state: MakeState
 ) -> None:
     os.truncate(run / "checkpoints" / "step-20" / "rank-00000.bin", 1)
@@ -153,7 +153,7 @@ def test_a_path_without_checkpoints_is_named(tmp_path: Path, make_state: MakeSta
             find(path, step=7)
 
 
-def test_all_tensors_of_a_checkpoint_are_read_whole(
+def test_all_tensors_of_a_checkpoint_are_read_completely(
     run: Path, make_state: MakeState
 ) -> None:
     state = read_plain_state(run / "checkpoints" / "step-20")
@@ -175,7 +175,9 @@ def test_a_damaged_checkpoint_is_not_read(run: Path) -> None:
         read_plain_state(run / "checkpoints" / "step-20")
 
 
-def test_the_newest_valid_checkpoint_or_that_of_a_step_is_found(run: Path) -> None:
+def test_the_newest_valid_checkpoint_or_the_checkpoint_of_a_step_is_found(
+    run: Path,
+) -> None:
     assert find(run) == run / "checkpoints" / "step-20"
     assert find(run, step=10) == run / "checkpoints" / "step-10"
     os.truncate(run / "checkpoints" / "step-20" / "rank-00000.bin", 1)
@@ -184,7 +186,7 @@ def test_the_newest_valid_checkpoint_or_that_of_a_step_is_found(run: Path) -> No
         find(run, step=20)
 
 
-def test_a_tensor_is_converted_as_it_is_read(run: Path, make_state: MakeState) -> None:
+def test_a_tensor_is_converted_while_it_is_read(run: Path, make_state: MakeState) -> None:
     stored = open_tensors(run / "checkpoints" / "step-20", prefix="model.")
     assert set(stored.table) == {"model.weight", "model.half", "model.flags"}
     narrow = stored.read("model.weight", torch.bfloat16)
@@ -193,7 +195,9 @@ def test_a_tensor_is_converted_as_it_is_read(run: Path, make_state: MakeState) -
     assert torch.equal(same, weight) and torch.equal(narrow, weight.bfloat16())
 
 
-def test_a_look_finds_what_a_load_would_take_and_reads_no_tensors(run: Path) -> None:
+def test_inspection_finds_the_checkpoint_that_a_load_would_use_and_reads_no_tensors(
+    run: Path,
+) -> None:
     where, choice = look_at(run)
     assert (where, choice.step, choice.data_fingerprint) == (
         run / "checkpoints" / "step-20",
@@ -215,7 +219,7 @@ def test_a_look_finds_what_a_load_would_take_and_reads_no_tensors(run: Path) -> 
     assert look_at(run)[1].step == 10
 
 
-def test_a_look_at_no_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
+def test_inspection_without_a_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
     for path, step, said in (
         (tmp_path / "nowhere", None, "holds no checkpoint"),
         (run, 15, "there are those of 20, 10"),
@@ -224,7 +228,7 @@ def test_a_look_at_no_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
             look_at(path, step=step)
 
 
-def test_a_run_that_trains_on_does_not_retire_what_is_read(
+def test_a_training_run_does_not_retire_a_checkpoint_that_is_being_read(
     make_solo: MakeSolo,
     make_state: MakeState,
     tmp_path: Path,
@@ -254,7 +258,7 @@ def test_a_run_that_trains_on_does_not_retire_what_is_read(
 
 
 @pytest.mark.parametrize("reader", ["load", "hold"])
-def test_what_was_retired_before_it_is_held_makes_way_for_what_came_since(
+def test_a_checkpoint_retired_before_its_lease_is_replaced_by_a_newer_one(
     make_solo: MakeSolo,
     make_state: MakeState,
     tmp_path: Path,
@@ -286,7 +290,7 @@ def test_a_copy_of_a_checkpoint_is_read_without_a_lease(
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["step-10"]
 
 
-def test_a_run_that_cannot_be_written_is_read_all_the_same_and_the_log_says_so(
+def test_a_read_only_run_is_read_without_a_lease_and_with_a_log_message(
     run: Path, make_state: MakeState, caplog: pytest.LogCaptureFixture
 ) -> None:
     # As on a volume that is mounted to be read.

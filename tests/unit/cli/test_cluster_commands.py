@@ -88,7 +88,7 @@ def pod(
 # ---- connection --------------------------------------------------------------------------------------------
 
 
-def test_the_context_gives_the_namespace_and_the_option_goes_before_it(
+def test_the_context_sets_the_namespace_and_the_option_overrides_it(
     api: Api, make_run: Make
 ) -> None:
     api.on("GET", RUNS, listed(make_run()))
@@ -107,7 +107,7 @@ def test_the_context_gives_the_namespace_and_the_option_goes_before_it(
     ]
 
 
-def test_requests_carry_the_users_token_and_our_name(api: Api) -> None:
+def test_requests_carry_the_token_of_the_user_and_the_evergrad_user_agent(api: Api) -> None:
     api.on("GET", RUNS, listed())
     call(api, "list")
     headers = api.requests[0].headers
@@ -118,7 +118,7 @@ def test_requests_carry_the_users_token_and_our_name(api: Api) -> None:
 @pytest.mark.parametrize(
     "arguments", [("--kubeconfig", "/nowhere/config"), ("--context", "nowhere")]
 )
-def test_a_kubeconfig_that_cannot_be_used_ends_with_64(
+def test_an_unusable_kubeconfig_ends_with_64(
     api: Api, arguments: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = [] if arguments[0] == "--kubeconfig" else ["--kubeconfig", api.kubeconfig]
@@ -132,7 +132,7 @@ def test_a_kubeconfig_that_cannot_be_used_ends_with_64(
 
 
 @pytest.mark.parametrize("current", [None, "", "gone"])
-def test_a_named_context_needs_no_current_one(
+def test_a_named_context_needs_no_current_context(
     api: Api, tmp_path: Path, current: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads(Path(api.kubeconfig).read_text())
@@ -148,7 +148,7 @@ def test_a_named_context_needs_no_current_one(
     assert "cannot be used" in capsys.readouterr().err
 
 
-def test_a_context_is_found_in_whichever_of_several_files_has_it(
+def test_a_context_is_found_in_any_of_several_files(
     api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = json.loads(Path(api.kubeconfig).read_text())
@@ -163,7 +163,7 @@ def test_a_context_is_found_in_whichever_of_several_files_has_it(
     assert api.requests[0].path == RUNS
 
 
-def test_a_kubeconfig_that_is_no_yaml_ends_with_64_and_the_line(
+def test_a_kubeconfig_that_is_not_yaml_ends_with_64_and_the_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "kubeconfig"
@@ -173,7 +173,7 @@ def test_a_kubeconfig_that_is_no_yaml_ends_with_64_and_the_line(
     assert f"kubeconfig {file}: cannot be used" in error and "line 2" in error
 
 
-def test_a_cluster_that_does_not_answer_ends_with_70_and_no_secret_is_told(
+def test_an_unreachable_cluster_ends_with_70_and_prints_no_secret(
     api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = Path(api.kubeconfig).read_text().replace(api.url, "http://127.0.0.1:1")
@@ -188,7 +188,7 @@ def test_a_cluster_that_does_not_answer_ends_with_70_and_no_secret_is_told(
     assert len(error.splitlines()) == 1
 
 
-def test_without_the_client_the_message_says_how_to_install_it(tmp_path: Path) -> None:
+def test_without_the_client_the_message_names_the_install_command(tmp_path: Path) -> None:
     code = (
         "import sys\nsys.modules['kubernetes'] = None\nfrom evergrad_cli.main import "
         "main\nsys.exit(main(['list']))"
@@ -221,7 +221,7 @@ def test_a_long_list_is_read_page_by_page(
 
 
 @pytest.mark.parametrize("name", ["Docs", "pod/docs-lm", "-x", "a_b", "docs/../lm"])
-def test_what_cannot_name_a_run_is_refused_before_anything_is_asked(
+def test_an_invalid_run_name_is_refused_before_any_request(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command in ("status", "open"):
@@ -231,14 +231,14 @@ def test_what_cannot_name_a_run_is_refused_before_anything_is_asked(
     assert ended.value.code == 64
 
 
-def test_a_cluster_without_the_crd_says_so(
+def test_a_cluster_without_the_crd_is_reported(
     api: Api, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(api, "list") == 64
     assert "this cluster does not know TrainingRuns" in capsys.readouterr().err
 
 
-def test_a_user_without_the_right_is_told(
+def test_a_user_without_permission_gets_an_error(
     api: Api, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.refuse("GET", RUNS, 403, 'trainingruns is forbidden: User "me" cannot list')
@@ -252,7 +252,7 @@ def connect_to_pod(api: Api) -> None:
         cluster.connect_to_pod("docs-lm-coordinator-0", 29401)
 
 
-def test_a_missing_right_to_forward_a_port_is_told_as_such(api: Api) -> None:
+def test_a_missing_permission_to_forward_a_port_is_reported_as_such(api: Api) -> None:
     told = 'User "me" cannot get resource "pods/portforward" in API group ""'
     api.refuse("GET", f"{PODS}/docs-lm-coordinator-0/portforward", 403, told)
     with pytest.raises(RefusedError) as refused:
@@ -262,7 +262,7 @@ def test_a_missing_right_to_forward_a_port_is_told_as_such(api: Api) -> None:
     assert str(refused.value).startswith(f"{start}; {told}")
 
 
-def test_a_pod_whose_port_cannot_be_forwarded_is_told_with_the_servers_words(
+def test_a_pod_whose_port_cannot_be_forwarded_is_reported_with_the_server_message(
     api: Api,
 ) -> None:
     path = f"{PODS}/docs-lm-coordinator-0/portforward"
@@ -280,7 +280,7 @@ def test_a_pod_whose_port_cannot_be_forwarded_is_told_with_the_servers_words(
 # ---- list, status, checkpoints, top ------------------------------------------------------------------------
 
 
-def test_the_list_of_no_runs_is_empty_and_says_so_aside(
+def test_an_empty_list_of_runs_prints_a_remark_on_stderr(
     api: Api, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.on("GET", RUNS, listed())
@@ -289,7 +289,7 @@ def test_the_list_of_no_runs_is_empty_and_says_so_aside(
     assert (captured.out, captured.err) == ("", "No runs found in namespace lab.\n")
 
 
-def test_the_list_can_be_narrowed_by_labels_and_phase(
+def test_the_list_can_be_filtered_by_labels_and_phase(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.on("GET", RUNS, listed(make_run("one"), make_run("two", phase="Waiting")))
@@ -348,7 +348,7 @@ def test_status_shows_run_pods_and_events(
     assert shown["next"] == [f"Follow it: evergrad logs docs-lm -f {place}"]
 
 
-def test_commands_in_advice_name_the_cluster_and_namespace_that_were_given(
+def test_suggested_commands_have_the_given_cluster_and_namespace(
     api: Api, make_run: Make, manifest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def told(*arguments: str) -> str:
@@ -376,7 +376,7 @@ def test_commands_in_advice_name_the_cluster_and_namespace_that_were_given(
     assert command.startswith(f"kubectl exec docs-lm-0-0 {place} -- ls -l")
 
 
-def test_the_namespace_of_a_file_is_in_the_advice_of_its_submission(
+def test_suggested_commands_after_submit_have_the_namespace_of_the_file(
     api: Api, make_run: Make, manifest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = RUN.replace("lab", "mine")
@@ -387,7 +387,7 @@ def test_the_namespace_of_a_file_is_in_the_advice_of_its_submission(
     assert capsys.readouterr().err == told
 
 
-def test_status_works_for_a_user_who_may_see_the_run_alone(
+def test_status_works_for_a_user_who_may_only_get_the_run(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.on("GET", RUN, make_run())
@@ -401,7 +401,7 @@ def test_status_works_for_a_user_who_may_see_the_run_alone(
     )
 
 
-def test_a_run_that_does_not_exist_is_told_with_64(
+def test_a_missing_run_is_reported_with_64(
     api: Api, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.refuse("GET", RUN, 404, "not found", name="docs-lm", kind="trainingruns")
@@ -410,7 +410,7 @@ def test_a_run_that_does_not_exist_is_told_with_64(
         assert "trainingrun docs-lm: does not exist" in capsys.readouterr().err
 
 
-def test_checkpoints_say_what_is_known(
+def test_checkpoints_shows_the_known_facts(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = {"path": "runs/docs-lm", "epoch": 3}
@@ -439,7 +439,7 @@ def test_checkpoints_say_what_is_known(
     )
 
 
-def test_top_adds_up_usage_where_the_cluster_measures_it(
+def test_top_sums_usage_if_the_cluster_measures_it(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.on(
@@ -489,7 +489,7 @@ def missing(api: Api) -> None:
     api.refuse("GET", RUN, 404, "not found", name="docs-lm", kind="trainingruns")
 
 
-def test_submit_applies_the_file_as_it_was_written(
+def test_submit_applies_the_file_unchanged(
     api: Api, manifest: Path, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing(api)
@@ -511,7 +511,7 @@ def test_submit_applies_the_file_as_it_was_written(
     assert "reproducibility" not in patch.body["spec"]["training"]
 
 
-def test_whole_numbers_are_sent_as_integers_however_they_were_written(
+def test_whole_numbers_are_sent_as_integers_in_any_spelling(
     api: Api, manifest: Path, make_run: Make
 ) -> None:
     missing(api)
@@ -536,7 +536,7 @@ def test_a_dry_run_creates_nothing(
     assert (shown["result"], shown["dryRun"], shown["exitCode"]) == ("created", True, 0)
 
 
-def test_the_same_file_again_is_unchanged_and_a_new_one_configured(
+def test_the_same_file_again_is_unchanged_and_a_new_one_is_configured(
     api: Api, manifest: Path, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.on("GET", RUN, make_run())
@@ -550,7 +550,7 @@ def test_the_same_file_again_is_unchanged_and_a_new_one_configured(
     ]
 
 
-def test_a_wrong_file_is_refused_here_with_every_problem(
+def test_an_invalid_file_is_refused_locally_with_every_problem(
     api: Api, manifest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
@@ -586,7 +586,7 @@ def test_paths_that_cannot_exist_in_a_pod_are_refused(
     assert api.requests == []
 
 
-def test_the_servers_refusal_names_the_fields(
+def test_a_refusal_of_the_server_names_the_fields(
     api: Api, manifest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing(api)
@@ -615,7 +615,7 @@ def conflict(manager: str) -> dict[str, Any]:
     }
 
 
-def test_fields_of_another_writer_are_not_taken_unasked(
+def test_fields_of_another_field_manager_are_not_taken_over_by_default(
     api: Api, manifest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing(api)
@@ -629,7 +629,7 @@ def test_fields_of_another_writer_are_not_taken_unasked(
     )
 
 
-def test_fields_that_our_own_commands_have_set_are_taken_back(
+def test_fields_set_by_other_evergrad_commands_are_taken_over(
     api: Api, manifest: Path, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.on("GET", RUN, make_run())
@@ -649,7 +649,7 @@ def test_fields_that_our_own_commands_have_set_are_taken_back(
     assert [request.query["force"] for request in api.sent("PATCH")] == ["false", "true"]
 
 
-def test_the_namespace_of_the_file_is_used_and_may_not_be_contradicted(
+def test_the_namespace_of_the_file_is_used_and_an_option_may_not_contradict_it(
     api: Api, manifest: Path, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     override = ["--set", "metadata.namespace=mine"]
@@ -663,7 +663,7 @@ def test_the_namespace_of_the_file_is_used_and_may_not_be_contradicted(
     )
 
 
-def test_submit_can_wait_and_ends_as_the_run_did(
+def test_submit_can_wait_and_exits_with_the_result_of_the_run(
     api: Api, manifest: Path, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing(api)
@@ -740,7 +740,7 @@ def test_submit_that_restarts_a_failed_run_waits_for_its_new_end(
         ),
     ],
 )
-def test_wait_ends_with_a_code_for_what_it_found(
+def test_wait_has_an_exit_code_for_each_result(
     api: Api,
     make_run: Make,
     goal: str,
@@ -770,14 +770,14 @@ def test_a_failure_before_a_new_nonce_ends_no_wait(
     assert code == (124 if old != new else 0 if goal == "failed" else 70)
 
 
-def test_a_complete_run_stays_so_whatever_its_nonce(api: Api, make_run: Make) -> None:
+def test_a_complete_run_is_complete_for_any_nonce(api: Api, make_run: Make) -> None:
     spec = {"restartNonce": "second"}
     api.on("GET", RUN, make_run(spec=spec, restartNonce="first", conditions=[COMPLETE]))
     assert call(api, "wait", "docs-lm") == 0
     assert call(api, "suspend", "docs-lm") == 64
 
 
-def test_a_wait_outlives_an_outage_and_ends_with_a_deletion(
+def test_a_wait_continues_after_an_outage_and_ends_at_a_deletion(
     api: Api,
     make_run: Make,
     monkeypatch: pytest.MonkeyPatch,
@@ -814,7 +814,7 @@ ODD = [
 
 
 @pytest.mark.parametrize(("status", "body"), ODD)
-def test_a_wait_outlives_what_an_api_server_answers_while_it_starts(
+def test_a_wait_continues_after_errors_of_a_starting_api_server(
     api: Api,
     make_run: Make,
     status: int,
@@ -834,7 +834,7 @@ def test_a_wait_outlives_what_an_api_server_answers_while_it_starts(
 
 
 @pytest.mark.parametrize(("status", "body"), ODD)
-def test_an_answer_that_stays_final_ends_a_wait_with_a_refusal(
+def test_a_persistent_final_error_ends_a_wait_with_a_refusal(
     api: Api,
     make_run: Make,
     status: int,
@@ -859,7 +859,7 @@ STALLED = {
 
 
 @pytest.mark.parametrize("goal", ["complete", "running", "failed", "suspended"])
-def test_a_wait_ends_for_a_run_that_waits_for_a_person(
+def test_a_wait_ends_if_the_run_needs_a_person(
     api: Api,
     make_run: Make,
     goal: str,
@@ -875,7 +875,7 @@ def test_a_wait_ends_for_a_run_that_waits_for_a_person(
     )
 
 
-def test_submit_that_waits_ends_for_a_run_that_waits_for_a_person(
+def test_submit_with_wait_ends_if_the_run_needs_a_person(
     api: Api,
     make_run: Make,
     manifest: Path,
@@ -889,7 +889,9 @@ def test_submit_that_waits_ends_for_a_run_that_waits_for_a_person(
     assert "waits for you; InvalidSpec: spec.profile" in capsys.readouterr().err
 
 
-def test_a_stall_counts_only_once_it_lasts_and_is_of_this_spec(make_run: Make) -> None:
+def test_a_stall_counts_only_after_its_duration_and_for_the_current_spec(
+    make_run: Make,
+) -> None:
     now = [0.0]
     watch = waiting.StallWatch(clock=lambda: now[0])
     stalled = parse_run(make_run(**STALLED))
@@ -909,7 +911,7 @@ def test_a_stall_counts_only_once_it_lasts_and_is_of_this_spec(make_run: Make) -
     assert found is not None and found.exit_code == 64
 
 
-def test_another_run_of_the_same_name_is_not_the_one_waited_for(
+def test_a_wait_ignores_another_run_of_the_same_name(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     second = make_run(conditions=[COMPLETE])
@@ -944,7 +946,7 @@ def test_suspend_and_resume_patch_one_field_once(
     assert "already" in capsys.readouterr().out.splitlines()[1]
 
 
-def test_a_switch_can_wait_for_its_effect(
+def test_suspend_and_resume_can_wait_for_their_effect(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     states = [
@@ -961,9 +963,7 @@ def test_a_switch_can_wait_for_its_effect(
     ]
 
 
-def test_a_restart_has_a_name_of_its_own_and_is_awaited_by_it(
-    api: Api, make_run: Make
-) -> None:
+def test_a_restart_sets_a_new_nonce_and_waits_for_it(api: Api, make_run: Make) -> None:
     nonces: list[str] = []
 
     def patch(request: Any) -> tuple[int, Any]:
@@ -984,7 +984,7 @@ def test_a_restart_has_a_name_of_its_own_and_is_awaited_by_it(
     assert all(len(nonce) <= 64 for nonce in nonces)
 
 
-def test_a_failed_run_that_is_suspended_too_is_restarted_without_its_suspension(
+def test_restart_of_a_failed_suspended_run_also_ends_its_suspension(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     suspended = {"suspend": True}
@@ -998,7 +998,7 @@ def test_a_failed_run_that_is_suspended_too_is_restarted_without_its_suspension(
     assert capsys.readouterr().out == told
 
 
-def test_a_restart_that_the_operator_has_not_seen_makes_no_suspended_run_a_failed_one(
+def test_a_restart_not_yet_observed_does_not_make_a_suspended_run_a_failed_one(
     api: Api, make_run: Make
 ) -> None:
     spec = {"suspend": True, "restartNonce": "second"}
@@ -1025,7 +1025,7 @@ NON_FINITE = {"phase": "Suspended", "reason": "NonFinite"}
         ({"suspend": True}, NON_FINITE, False),
     ],
 )
-def test_a_run_that_stopped_by_itself_is_resumed_by_a_nonce_and_awaited_by_it(
+def test_a_run_that_stopped_by_itself_is_resumed_by_a_nonce_and_waited_for_by_it(
     api: Api,
     make_run: Make,
     spec: dict[str, Any],
@@ -1060,7 +1060,7 @@ def test_a_run_that_stopped_by_itself_is_resumed_by_a_nonce_and_awaited_by_it(
     assert second == "trainingrun/docs-lm is running on 3/4 nodes"
 
 
-def test_a_stop_that_is_taken_back_already_gets_no_second_nonce(
+def test_a_stop_that_is_already_cleared_gets_no_second_nonce(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.on(
@@ -1098,7 +1098,7 @@ def test_a_run_whose_recipe_would_stop_it_again_at_once_is_not_resumed(
         ("resume", {}, FAILED, "has failed; there is nothing to resume"),
     ],
 )
-def test_what_makes_no_sense_for_a_run_is_refused(
+def test_a_command_without_effect_on_a_run_is_refused(
     api: Api,
     make_run: Make,
     command: str,
@@ -1116,7 +1116,7 @@ def test_what_makes_no_sense_for_a_run_is_refused(
 # ---- kubectl -----------------------------------------------------------------------------------------------
 
 
-def test_the_plugin_of_kubectl_has_the_commands_for_a_cluster_alone(
+def test_the_kubectl_plugin_has_only_the_cluster_commands(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.on("GET", RUNS, listed(make_run()))
@@ -1130,7 +1130,7 @@ def test_the_plugin_of_kubectl_has_the_commands_for_a_cluster_alone(
     assert "examples:\n  kubectl evergrad wait docs-lm" in capsys.readouterr().out
 
 
-def test_an_interrupted_command_ends_quietly(
+def test_an_interrupted_command_ends_without_a_traceback(
     api: Api, make_run: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*arguments: Any, **keywords: Any) -> Any:

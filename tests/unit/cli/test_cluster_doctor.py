@@ -43,7 +43,7 @@ def crd(fields: list[str], *, subresources: dict[str, Any] | None = None) -> dic
     }
 
 
-def test_an_old_or_silent_server_is_told() -> None:
+def test_an_old_or_silent_server_is_reported() -> None:
     found = [
         checks.check_version(
             {"major": "1", "minor": "34+", "gitVersion": "v1.34.4"}, "host"
@@ -56,7 +56,7 @@ def test_an_old_or_silent_server_is_told() -> None:
     assert states(*found) == ["ok", "fail", "warn"]
 
 
-def test_a_crd_that_is_missing_old_or_not_served_is_told() -> None:
+def test_a_missing_old_or_unserved_crd_is_reported() -> None:
     all_fields = list(fields_of(Spec))
     found = [
         checks.check_crd(None, is_served=False, may_read=True),
@@ -83,7 +83,7 @@ def deployment(available: int = 1, version: str = __version__) -> dict[str, Any]
     return {"metadata": metadata, "status": {"availableReplicas": available}}
 
 
-def test_the_operator_must_run_and_be_of_one_version_with_the_command() -> None:
+def test_the_operator_must_run_and_have_the_version_of_the_command() -> None:
     found = [
         checks.check_operator(None, __version__),
         checks.check_operator([], __version__),
@@ -99,7 +99,7 @@ def lease(renewed: str | None, holder: str = "evergrad-abc") -> dict[str, Any]:
     return {"metadata": {"name": "evergrad", "namespace": "evergrad-system"}, "spec": spec}
 
 
-def test_a_lease_that_nobody_renews_fails() -> None:
+def test_a_lease_that_is_not_renewed_fails() -> None:
     found = [
         checks.check_lease(None, now=NOW),
         checks.check_lease([], now=NOW),
@@ -114,7 +114,7 @@ def test_a_lease_that_nobody_renews_fails() -> None:
     assert "renewed it 60m ago" in found[3].message
 
 
-def test_rights_that_lack_are_told_with_what_they_are_for() -> None:
+def test_missing_permissions_are_reported_with_their_purpose() -> None:
     all_rights = dict.fromkeys(checks.RIGHTS, True)
     create = next(right for right in checks.RIGHTS if right.verb == "create")
     log = next(right for right in checks.RIGHTS if right.subresource == "log")
@@ -127,7 +127,7 @@ def test_rights_that_lack_are_told_with_what_they_are_for() -> None:
     assert "create trainingruns (for submit), get pods/log (for logs)" in found[2].message
 
 
-def test_rights_are_asked_for_all_commands() -> None:
+def test_permissions_are_checked_for_all_commands() -> None:
     asked = {str(right): right for right in checks.RIGHTS}
     assert {
         "get secrets",
@@ -139,7 +139,7 @@ def test_rights_are_asked_for_all_commands() -> None:
     assert asked["delete trainingruns"].purpose == "prune, kubectl delete"
 
 
-def test_a_right_that_could_not_be_asked_is_no_right_that_lacks() -> None:
+def test_a_permission_that_could_not_be_checked_is_not_reported_as_missing() -> None:
     answers: dict[checks.Right, bool | None] = dict.fromkeys(checks.RIGHTS, True)
     create = next(right for right in checks.RIGHTS if str(right) == "create trainingruns")
     log = next(right for right in checks.RIGHTS if right.subresource == "log")
@@ -166,7 +166,7 @@ def storage_class(name: str, provisioner: str, *, is_default: bool) -> dict[str,
     }
 
 
-def test_storage_needs_a_default_that_several_nodes_can_write() -> None:
+def test_storage_needs_a_default_class_that_several_nodes_can_write() -> None:
     shared = storage_class("nfs", "nfs.csi.k8s.io", is_default=True)
     found = [
         checks.check_storage(None),
@@ -178,7 +178,7 @@ def test_storage_needs_a_default_that_several_nodes_can_write() -> None:
     assert states(*found) == ["skip", "fail", "warn", "warn", "ok"]
 
 
-def test_a_namespace_is_told_with_its_pod_security() -> None:
+def test_a_namespace_is_reported_with_its_pod_security() -> None:
     strict = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
     found = [
         checks.check_namespace(None, "lab", may_read=False),
@@ -194,7 +194,7 @@ def quota(hard: dict[str, str], used: dict[str, str]) -> dict[str, Any]:
     return {"metadata": {"name": "q"}, "status": {"hard": hard, "used": used}}
 
 
-def test_claims_that_runs_name_and_cannot_mount_warn() -> None:
+def test_claims_that_runs_name_but_cannot_mount_warn() -> None:
     def run(name: str, **spec: Any) -> dict[str, Any]:
         return {"metadata": {"name": name}, "spec": spec}
 
@@ -218,7 +218,7 @@ def test_claims_that_runs_name_and_cannot_mount_warn() -> None:
     assert check_claims(runs, None).state is CheckState.SKIP
 
 
-def test_a_quota_that_is_used_up_warns() -> None:
+def test_an_exhausted_quota_warns() -> None:
     found = [
         checks.check_quotas(None),
         checks.check_quotas([]),
@@ -238,7 +238,7 @@ def limit_range(**item: Any) -> dict[str, Any]:
     }
 
 
-def test_a_limit_range_that_no_coordinator_fits_in_fails() -> None:
+def test_a_limit_range_that_no_coordinator_fits_fails() -> None:
     coordinator = {"memory": "256Mi", "cpu": "1"}
     found = [
         checks.check_limits(None, coordinator),
@@ -251,7 +251,7 @@ def test_a_limit_range_that_no_coordinator_fits_in_fails() -> None:
     assert "runs.coordinator.memoryLimit of the chart" in found[3].remedy
 
 
-def test_what_a_limit_range_sets_by_default_need_not_be_set_by_runs() -> None:
+def test_runs_need_not_set_defaults_of_a_limit_range() -> None:
     ranges = [limit_range(default={"memory": "128Mi"})]
     full = [quota({"limits.memory": "1Gi", "requests.cpu": "4"}, {})]
     defaults = checks.read_limits(ranges).defaults
@@ -261,7 +261,7 @@ def test_what_a_limit_range_sets_by_default_need_not_be_set_by_runs() -> None:
     )
 
 
-def test_a_quota_that_a_run_waits_for_has_no_room() -> None:
+def test_a_quota_that_a_run_waits_for_is_exhausted() -> None:
     some = [quota({"limits.memory": "1Gi"}, {"limits.memory": "900Mi"})]
     found = checks.check_quotas(some, waiting=[("docs-lm", "exceeded quota: q")])
     assert found.state == "warn"
@@ -283,9 +283,7 @@ def test_a_quota_that_a_run_waits_for_has_no_room() -> None:
         ("limits.memory", "limits.memory"),
     ],
 )
-def test_only_quotas_of_cpu_and_memory_demand_that_runs_set_them(
-    hard: str, told: str
-) -> None:
+def test_only_cpu_and_memory_quotas_require_settings_of_runs(hard: str, told: str) -> None:
     found = checks.check_quotas([quota({hard: "10"}, {})])
     wanted = f"; each run must set {told} in spec.resources" if told else ""
     assert found.message == f"there is room{wanted}"
@@ -302,7 +300,7 @@ def policy(
     }
 
 
-def test_a_policy_that_shuts_pods_in_warns() -> None:
+def test_a_network_policy_that_isolates_pods_warns() -> None:
     found = [
         checks.check_network(None),
         checks.check_network([]),
@@ -372,7 +370,7 @@ def cluster(api: Api) -> Api:
     return api
 
 
-def test_doctor_ends_with_0_when_nothing_fails(
+def test_doctor_exits_with_0_if_nothing_fails(
     cluster: Api, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--kubeconfig", cluster.kubeconfig]) == 0
@@ -394,7 +392,7 @@ def test_doctor_ends_with_0_when_nothing_fails(
     }
 
 
-def test_doctor_ends_with_1_when_something_fails(
+def test_doctor_exits_with_1_if_a_check_fails(
     cluster: Api, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster.on("GET", "/apis/evergrad.dev/v1alpha1", "404 page not found", status=404)
@@ -406,7 +404,7 @@ def test_doctor_ends_with_1_when_something_fails(
     assert "helm upgrade --install" in failed["remedy"]
 
 
-def test_a_review_that_the_server_does_not_answer_is_told_as_such(
+def test_an_access_review_without_a_response_is_reported_as_skipped(
     cluster: Api, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
@@ -443,14 +441,12 @@ ACCEPTED, FAILED = (
 )
 
 
-def test_the_question_to_the_webhook_is_a_run_with_the_one_mistake_that_is_looked_for() -> (
-    None
-):
+def test_the_webhook_probe_is_a_run_with_exactly_one_mistake() -> None:
     _, problems = check_run(webhook_checks.QUESTION)
     assert [problem.path for problem in problems] == ["spec.training.schedule.warmup"]
 
 
-def test_a_webhook_that_refuses_the_question_is_all_right() -> None:
+def test_a_webhook_that_refuses_the_probe_passes() -> None:
     asked = webhook_checks.judge_refusal(
         ["spec.training.schedule.warmup", "metadata.name"], ""
     )
@@ -469,7 +465,7 @@ def test_a_webhook_that_refuses_the_question_is_all_right() -> None:
     )
 
 
-def test_a_webhook_that_does_not_answer_says_why_and_what_to_do() -> None:
+def test_a_webhook_that_does_not_respond_is_reported_with_reason_and_remedy() -> None:
     now, old = data_at(NOW), data_at(NOW - 400 * DAY)
     ancient, ours = data_at(NOW - 4000 * DAY), configured(data_at(NOW)["ca.crt"])
     future = data_at(NOW + 9 * DAY)
@@ -525,7 +521,7 @@ def among(*namespaces: str) -> dict[str, Any]:
     return {"webhooks": [{**entry, "clientConfig": place, "namespaceSelector": selector}]}
 
 
-def test_the_webhook_that_is_looked_at_is_the_one_of_this_namespace() -> None:
+def test_the_checked_webhook_is_the_one_of_this_namespace() -> None:
     both = [among("red", "rose"), among("blue")]
     found = [
         webhook_checks.service_of(webhook_checks.find_webhook(both, namespace))[0]
@@ -547,7 +543,7 @@ def test_the_webhook_that_is_looked_at_is_the_one_of_this_namespace() -> None:
     )
 
 
-def test_doctor_looks_for_the_fault_of_a_webhook_that_fails(
+def test_doctor_searches_for_the_cause_of_a_failing_webhook(
     cluster: Api, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = f'failed calling webhook "{webhook_checks.WEBHOOK}": no endpoints available'

@@ -69,7 +69,7 @@ def pods(api: Api, *items: dict[str, Any]) -> None:
     api.on("GET", PODS, {"metadata": {}, "items": list(items)})
 
 
-def test_without_following_the_first_nodes_output_is_shown_as_it_is(
+def test_without_follow_the_output_of_the_first_node_is_printed_unchanged(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.on("GET", RUN, make_run())
@@ -84,7 +84,7 @@ def test_without_following_the_first_nodes_output_is_shown_as_it_is(
     }
 
 
-def test_all_nodes_carry_their_number_and_json_everything(
+def test_output_of_all_nodes_has_the_node_number_and_json_has_every_field(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.on("GET", RUN, make_run())
@@ -102,7 +102,7 @@ def test_all_nodes_carry_their_number_and_json_everything(
     }  # fmt: skip
 
 
-def test_the_attempt_before_is_an_older_pod_or_the_container_before(
+def test_previous_shows_an_older_pod_or_the_previous_container(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.on("GET", RUN, make_run())
@@ -128,7 +128,7 @@ def test_the_attempt_before_is_an_older_pod_or_the_container_before(
         (("--tail", "-1"), "-1 is negative"),
     ],
 )
-def test_output_that_is_not_there_is_told(
+def test_missing_output_is_reported(
     api: Api,
     make_run: Make,
     arguments: tuple[str, ...],
@@ -141,7 +141,7 @@ def test_output_that_is_not_there_is_told(
     assert told in capsys.readouterr().err
 
 
-def test_a_run_without_pods_points_to_its_volume(
+def test_a_run_without_pods_refers_to_its_volume(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.on("GET", RUN, make_run(phase="Complete"))
@@ -189,7 +189,7 @@ class Story:
         return 200, self._make_run(**over)
 
 
-def test_following_picks_up_the_replacement_of_a_pod_and_ends_with_the_run(
+def test_follow_switches_to_the_replacement_of_a_pod_and_ends_with_the_run(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     story = Story(api, make_run)
@@ -217,7 +217,7 @@ def test_following_picks_up_the_replacement_of_a_pod_and_ends_with_the_run(
     assert captured.err == "trainingrun/docs-lm is complete\n"
 
 
-def test_a_stream_that_breaks_goes_on_without_a_line_lost_or_told_twice(
+def test_a_broken_stream_resumes_without_a_lost_or_repeated_line(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     story = Story(api, make_run)
@@ -243,7 +243,7 @@ def test_a_stream_that_breaks_goes_on_without_a_line_lost_or_told_twice(
     assert since[:3] == [None, "2026-03-01T12:00:01.5Z", "2026-03-01T12:00:01.5Z"]
 
 
-def test_following_waits_for_pods_and_ends_when_the_run_is_deleted(
+def test_follow_waits_for_pods_and_ends_if_the_run_is_deleted(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gone = {
@@ -266,7 +266,7 @@ def test_following_waits_for_pods_and_ends_when_the_run_is_deleted(
     ]
 
 
-def test_following_ends_for_a_run_without_pods_that_waits_for_a_person(
+def test_follow_ends_for_a_run_without_pods_that_needs_a_person(
     api: Api,
     make_run: Make,
     monkeypatch: pytest.MonkeyPatch,
@@ -284,7 +284,7 @@ def test_following_ends_for_a_run_without_pods_that_waits_for_a_person(
     )
 
 
-def test_when_the_first_node_stays_away_another_is_followed(
+def test_if_the_first_node_stays_away_another_is_followed(
     api: Api,
     make_run: Make,
     monkeypatch: pytest.MonkeyPatch,
@@ -306,7 +306,7 @@ def test_when_the_first_node_stays_away_another_is_followed(
     assert "Node 0 is gone. Following node 1." in captured.err
 
 
-def test_a_node_that_comes_late_is_followed_beside_the_one_that_stood_in_for_it(
+def test_a_node_that_starts_late_is_followed_in_addition_to_its_substitute(
     api: Api,
     make_run: Make,
     monkeypatch: pytest.MonkeyPatch,
@@ -331,7 +331,7 @@ def test_a_node_that_comes_late_is_followed_beside_the_one_that_stood_in_for_it(
     ]
 
 
-def test_following_outlasts_a_failure_that_a_new_nonce_takes_back(
+def test_follow_continues_after_a_failure_that_a_new_nonce_clears(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed = {"type": "Failed", "status": "True", "reason": "OutOfMemory"}
@@ -386,7 +386,7 @@ def follow(cluster: Any, show: Callable[[Line], None]) -> list[str]:
     return remarks
 
 
-def test_a_stream_that_breaks_after_some_lines_goes_on_behind_the_last_of_them(
+def test_a_stream_that_breaks_after_some_lines_resumes_after_the_last_line(
     make_run: Make,
 ) -> None:
     shown: list[str] = []
@@ -397,7 +397,7 @@ def test_a_stream_that_breaks_after_some_lines_goes_on_behind_the_last_of_them(
     assert cluster.num_streams > 64
 
 
-def test_output_that_cannot_be_read_for_long_is_remarked_once_and_tried_on(
+def test_output_that_cannot_be_read_for_long_is_reported_once_and_retried(
     make_run: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_following, "_LONGEST_PAUSE_SECONDS", 0.0)
@@ -420,7 +420,7 @@ def test_output_that_cannot_be_read_for_long_is_remarked_once_and_tried_on(
     assert shown == ["0", "1", "2"]
 
 
-def test_following_ends_as_soon_as_nobody_reads_what_it_prints(make_run: Make) -> None:
+def test_follow_ends_when_its_output_is_closed(make_run: Make) -> None:
     def say_to_nobody(line: Line) -> None:
         raise BrokenPipeError
 

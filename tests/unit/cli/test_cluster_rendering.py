@@ -65,7 +65,7 @@ def raw_condition(
 # ---- contract with the operator ----------------------------------------------------------------------------
 
 
-def test_labels_and_waiting_reasons_are_the_operators() -> None:
+def test_labels_and_waiting_reasons_match_the_operator() -> None:
     assert (runs.LABEL_RUN, runs.LABEL_INDEX) == (names.LABEL_RUN, names.LABEL_INDEX)
     assert (runs.LABEL_ATTEMPT, runs.LABEL_ROLE) == (names.LABEL_ATTEMPT, names.LABEL_ROLE)
     assert (runs.NODE, runs.COORDINATOR) == (names.ROLE_NODE, names.ROLE_COORDINATOR)
@@ -88,11 +88,13 @@ def test_labels_and_waiting_reasons_are_the_operators() -> None:
         (200000, "2d7h"),
     ],
 )
-def test_ages_are_spelled_as_kubectl_does(seconds: float | None, text: str) -> None:
+def test_ages_are_formatted_as_kubectl_formats_them(
+    seconds: float | None, text: str
+) -> None:
     assert age(seconds) == text
 
 
-def test_only_a_finished_bar_is_full() -> None:
+def test_only_a_complete_progress_bar_is_full() -> None:
     assert bar(0.999, width=10) == "█████████░"
     assert bar(1.0, width=4, is_unicode=False) == "####"
     assert bar(-1, width=4, is_unicode=False) == "...."
@@ -109,12 +111,12 @@ def test_only_a_finished_bar_is_full() -> None:
         ("0", float("inf")),
     ],
 )
-def test_timeouts_are_written_as_kubectl_takes_them(text: str, seconds: float) -> None:
+def test_timeouts_are_written_as_kubectl_accepts_them(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-5s", "1d", "5x"])
-def test_what_is_no_timeout_is_refused(text: str) -> None:
+def test_an_invalid_timeout_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a time"):
         seconds_of(text)
 
@@ -126,7 +128,7 @@ def test_a_run_may_be_named_as_kubectl_prints_it(text: str) -> None:
     assert run_name(text) == "docs-lm"
 
 
-def test_text_of_others_cannot_steer_the_terminal() -> None:
+def test_foreign_text_cannot_control_the_terminal() -> None:
     assert printable("a\x1b[31mb\nc\u202ed\u2028e") == "a [31mb c d e"
     assert table(("A", "B"), [("wide", "x\ny"), ("字", "z")]) == [
         "A      B",
@@ -147,11 +149,11 @@ def test_text_of_others_cannot_steer_the_terminal() -> None:
         ("", None),
     ],
 )
-def test_short_counts_become_numbers_again(text: Any, number: float | None) -> None:
+def test_short_counts_are_parsed_to_numbers(text: Any, number: float | None) -> None:
     assert parse_short_count(text) == number
 
 
-def test_times_are_read_with_and_without_fractions_and_offsets() -> None:
+def test_times_are_parsed_with_and_without_fractions_and_offsets() -> None:
     assert parse_time("2026-03-01T13:00:00.250000000Z") == NOW + 0.25
     assert parse_time("2026-03-01T14:00:00+01:00") == NOW
     assert parse_time("yesterday") is parse_time(None) is None
@@ -160,7 +162,7 @@ def test_times_are_read_with_and_without_fractions_and_offsets() -> None:
 # ---- runs --------------------------------------------------------------------------------------------------
 
 
-def test_the_list_looks_as_kubectl_prints_runs(make_run: Make) -> None:
+def test_the_list_matches_the_kubectl_columns(make_run: Make) -> None:
     new = make_run("new")
     del new["status"]
     found = [parse_run(make_run()), parse_run(new)]
@@ -172,7 +174,7 @@ def test_the_list_looks_as_kubectl_prints_runs(make_run: Make) -> None:
     assert render_list(found, now=NOW, with_namespace=True)[1].startswith("lab ")
 
 
-def test_the_wide_list_shows_what_a_run_has_used_with_and_without_accelerators(
+def test_the_wide_list_shows_usage_with_and_without_accelerators(
     make_run: Make,
 ) -> None:
     used = {"podHours": "41.20", "gpuHours": "0.00", "waste": "6%"}
@@ -183,7 +185,7 @@ def test_the_wide_list_shows_what_a_run_has_used_with_and_without_accelerators(
     assert new_row.split()[10:13] == ["–", "–", "–"]
 
 
-def test_a_status_of_any_shape_can_be_shown(make_run: Make) -> None:
+def test_a_malformed_status_can_be_shown(make_run: Make) -> None:
     for broken in (
         None,
         "text",
@@ -200,7 +202,7 @@ def test_a_status_of_any_shape_can_be_shown(make_run: Make) -> None:
         assert render(StatusFacts(parse_run(raw), (), (), ()), now=NOW)
 
 
-def test_how_far_the_data_are_prepared_is_shown_until_there_is_a_step(
+def test_preparation_progress_is_shown_until_there_is_a_step(
     make_run: Make,
 ) -> None:
     done = {
@@ -257,7 +259,7 @@ def raw_pod(
     }
 
 
-def test_the_status_of_a_run_with_a_failure_tells_the_root_cause(make_run: Make) -> None:
+def test_the_status_of_a_run_with_a_failure_shows_the_root_cause(make_run: Make) -> None:
     failure = {
         "cause": "WorkerCrash", "node": 1, "rank": 1, "step": 1180, "exitCode": 1, "at": "2026-03-01T12:59:00Z",
         "message": "Traceback …\nValueError: \x1b[31mboom",
@@ -285,7 +287,7 @@ def test_the_status_of_a_run_with_a_failure_tells_the_root_cause(make_run: Make)
     assert "30s (x3)   Warning   Restarting" in text
 
 
-def test_an_injected_sidecar_hides_neither_the_state_nor_the_name_of_the_trainers_container() -> (
+def test_an_injected_sidecar_does_not_hide_the_state_or_name_of_the_trainer_container() -> (
     None
 ):
     raw = raw_pod(
@@ -304,7 +306,7 @@ def test_an_injected_sidecar_hides_neither_the_state_nor_the_name_of_the_trainer
     assert (pod.container, pod.phase, pod.restarts) == ("trainer", "OOMKilled", 0)
 
 
-def test_the_status_of_a_thousand_nodes_fits_a_screen_or_two(make_run: Make) -> None:
+def test_the_status_of_a_thousand_nodes_is_limited_to_two_screens(make_run: Make) -> None:
     many = [
         raw_pod(f"docs-lm-{index}-0", index, 0, {"running": {}}) for index in range(1000)
     ]
@@ -328,7 +330,7 @@ def test_the_status_of_a_thousand_nodes_fits_a_screen_or_two(make_run: Make) -> 
         ({"terminated": {"exitCode": 64, "reason": "Error"}}, "Error (64)"),
     ],
 )
-def test_pods_are_shown_with_what_became_of_them(state: dict[str, Any], shown: str) -> None:
+def test_ended_pods_are_shown_with_their_cause(state: dict[str, Any], shown: str) -> None:
     (pod,) = parse_pods([raw_pod("docs-lm-0-0", 0, 0, state)])
     assert pod.phase == shown
 
@@ -343,7 +345,7 @@ def advice_of(raw: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "reason", [*sorted(advice._WHERE), "AdmissionRefused", "SomethingNew"]
 )
-def test_a_run_that_waits_is_shown_with_a_command_that_shows_more(
+def test_a_waiting_run_is_shown_with_a_command_that_shows_more(
     reason: str, make_run: Make
 ) -> None:
     text = advice_of(make_run(phase="Waiting", reason=reason))
@@ -352,7 +354,7 @@ def test_a_run_that_waits_is_shown_with_a_command_that_shows_more(
 
 
 @pytest.mark.parametrize("reason", ["UserError", "OutOfMemory", "SomethingNew"])
-def test_a_failed_run_is_shown_with_its_output_and_the_way_to_go_on(
+def test_a_failed_run_is_shown_with_its_output_and_the_next_command(
     reason: str, make_run: Make
 ) -> None:
     raw = make_run(
@@ -365,7 +367,7 @@ def test_a_failed_run_is_shown_with_its_output_and_the_way_to_go_on(
     assert "evergrad logs docs-lm --node 2" in text and "evergrad restart docs-lm" in text
 
 
-def test_advice_knows_the_other_states(make_run: Make) -> None:
+def test_advice_covers_the_other_states(make_run: Make) -> None:
     unseen = make_run()
     del unseen["status"]
     assert "No operator has processed it for 60m" in advice_of(unseen)
@@ -410,7 +412,7 @@ def test_advice_knows_the_other_states(make_run: Make) -> None:
         ({"whenDeleted": "Retain"}, {"goesWithRun": True}, True),
     ],
 )
-def test_of_a_run_that_is_being_deleted_it_is_said_whether_its_checkpoints_go(
+def test_for_a_run_that_is_being_deleted_the_fate_of_its_checkpoints_is_shown(
     make_run: Make, storage: dict[str, Any], volume: Any, goes: bool
 ) -> None:
     raw = make_run(spec={"storage": storage}, **({"volume": volume} if volume else {}))
@@ -439,7 +441,7 @@ def test_a_run_of_another_controller_is_shown_with_that_controller(make_run: Mak
     )
 
 
-def test_a_pod_that_waits_is_pointed_at(make_run: Make) -> None:
+def test_a_waiting_pod_is_named(make_run: Make) -> None:
     waiting = raw_pod(
         "docs-lm-0-0",
         0,
@@ -468,7 +470,7 @@ def test_a_pod_that_waits_is_pointed_at(make_run: Make) -> None:
         {"phase": ""},
     ],
 )
-def test_every_command_of_an_advice_ends_with_the_place_of_the_run(
+def test_every_suggested_command_ends_with_the_namespace_and_context_of_the_run(
     status: dict[str, Any], make_run: Make
 ) -> None:
     pods = parse_pods(
@@ -533,7 +535,7 @@ def test_every_command_of_an_advice_ends_with_the_place_of_the_run(
         (500, b"\xff<html>", UnreachableError, "answers with 500"),
     ],
 )
-def test_answers_of_the_server_become_clear_errors(
+def test_server_errors_become_clear_messages(
     status: int, body: bytes, kind: type, told: str
 ) -> None:
     error = refusals.error_of(status, body, what="trainingrun docs-lm")
@@ -596,20 +598,20 @@ PODS = [
         (Selection(is_coordinator=True), True, ["docs-lm-coordinator-0"]),
     ],
 )
-def test_which_pods_are_shown(
+def test_pods_are_selected_by_the_options(
     selection: Selection, is_previous: bool, chosen: list[str]
 ) -> None:
     assert [one.name for one in choose(PODS, selection, is_previous=is_previous)] == chosen
 
 
-def test_a_node_that_has_not_started_is_passed_over_for_one_that_has() -> None:
+def test_a_started_node_is_preferred_to_one_that_has_not_started() -> None:
     assert [
         one.index for one in choose([pod(0, has_started=False), pod(1)], Selection())
     ] == [1]
     assert [one.index for one in choose([pod(0, has_started=False)], Selection())] == [0]
 
 
-def test_a_line_is_parted_from_its_time_and_shown_with_its_node() -> None:
+def test_a_line_is_split_from_its_time_and_shown_with_its_node() -> None:
     line = split_line(pod(3, 2), b"2026-03-01T12:00:00.5Z step 7 \xff")
     assert (line.time, line.text) == ("2026-03-01T12:00:00.5Z", "step 7 \ufffd")
     assert (
@@ -635,7 +637,7 @@ def test_a_line_is_parted_from_its_time_and_shown_with_its_node() -> None:
     assert split_line(pod(0), b"no time").text == "no time"
 
 
-def test_times_of_lines_compare_although_zeros_are_dropped() -> None:
+def test_times_of_lines_are_ordered_although_trailing_zeros_are_dropped() -> None:
     stamps = [
         "2026-03-01T12:00:00Z",
         "2026-03-01T12:00:00.000000001Z",
@@ -646,7 +648,7 @@ def test_times_of_lines_compare_although_zeros_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("status", [None, {"observedGeneration": -1}])
-def test_a_run_that_no_operator_has_seen_is_pending(
+def test_a_run_without_a_status_is_pending(
     status: dict[str, int] | None, make_run: Make
 ) -> None:
     run: Run = parse_run({**make_run(), "status": status})
@@ -682,7 +684,7 @@ def documented(command: str) -> set[str]:
     )
 
 
-def test_the_documents_have_the_keys_that_are_documented(make_run: Make) -> None:
+def test_json_documents_have_the_documented_keys(make_run: Make) -> None:
     run = parse_run(make_run())
     assert set(row_of(run, now=NOW)) == documented("RUN")
     assert set(describe_checkpoints(run, None, None, place="")) == documented("checkpoints")

@@ -33,7 +33,7 @@ work()
 """
 
 
-def test_a_run_of_this_machine_is_found_by_its_directory_or_its_name(
+def test_a_local_run_is_found_by_its_directory_or_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -68,7 +68,7 @@ def test_a_run_of_this_machine_is_found_by_its_directory_or_its_name(
     assert "no process of a run was found" in capsys.readouterr().err
 
 
-def test_the_pods_of_a_run_are_asked_one_after_the_other(
+def test_stacks_are_requested_from_one_pod_after_another(
     api: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[tuple[str, tuple[str, ...]]] = []
@@ -115,7 +115,7 @@ def call_stacks(api: Any, *arguments: str) -> int:
     return main(["stacks", *arguments, "--kubeconfig", api.kubeconfig, "-n", "lab"])
 
 
-def test_a_name_or_here_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_or_here_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stacks"]) == 64
     assert main(["stacks", "docs-lm", "--here"]) == 64
     assert capsys.readouterr().err.count("Give one of the two") == 2

@@ -24,7 +24,7 @@ _HEAVY = ("torch", "transformers", "matplotlib")
         ["checkpoint", "list", "missing"],
     ],
 )
-def test_commands_that_need_no_tensors_import_none(arguments: list[str]) -> None:
+def test_commands_without_tensors_import_no_torch(arguments: list[str]) -> None:
     code = (
         "import sys, contextlib, os\n"
         "from evergrad_cli.main import main\n"
@@ -43,7 +43,7 @@ def test_commands_that_need_no_tensors_import_none(arguments: list[str]) -> None
 
 
 @pytest.mark.parametrize("command", ["list", "submit", "doctor"])
-def test_commands_for_a_cluster_import_no_tensors_and_their_client_only_when_they_run(
+def test_cluster_commands_import_no_torch_and_their_client_only_when_they_run(
     command: str,
 ) -> None:
     code = (
@@ -65,7 +65,7 @@ def test_commands_for_a_cluster_import_no_tensors_and_their_client_only_when_the
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, *CLUSTER_COMMANDS])
-def test_every_command_explains_itself_with_examples(
+def test_every_command_has_help_with_examples(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -78,7 +78,7 @@ def test_every_command_explains_itself_with_examples(
 @pytest.mark.parametrize(
     "arguments", [[], ["no-such-command"], ["run"], ["run", "--workers", "two", "x.yaml"]]
 )
-def test_a_wrong_command_line_ends_with_64_and_one_clear_line(
+def test_an_invalid_command_line_ends_with_64_and_one_clear_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -114,9 +114,7 @@ def _run_without_trainer(arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_help_and_the_commands_for_a_cluster_run_where_torch_and_numpy_are_not_installed() -> (
-    None
-):
+def test_help_and_cluster_commands_run_without_torch_and_numpy() -> None:
     result = _run_without_trainer(
         "[['--help'], [], ['no-such-command'], *([name, '--help'] for name in names)]"
     )
@@ -126,7 +124,7 @@ def test_help_and_the_commands_for_a_cluster_run_where_torch_and_numpy_are_not_i
 
 
 @pytest.mark.acceptance("input-4e-18")
-def test_validate_runs_where_torch_is_not_installed_and_names_what_is_wrong() -> None:
+def test_validate_runs_without_torch_and_reports_problems() -> None:
     result = _run_without_trainer("[['validate', '/nowhere/run.yaml']]")
     assert result.stdout.splitlines()[-1] == "ended validate /nowhere/run.yaml 64"
     assert "/nowhere/run.yaml" in result.stderr
@@ -140,7 +138,7 @@ def test_a_command_that_needs_a_missing_package_names_it_instead_of_a_traceback(
     )
 
 
-def test_the_completion_of_bash_offers_every_command_and_the_options_of_the_one_that_was_typed(
+def test_bash_completion_offers_every_command_and_the_options_of_the_typed_command(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["completion", "bash"]) == 0
@@ -162,7 +160,7 @@ def test_the_completion_of_bash_offers_every_command_and_the_options_of_the_one_
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_completion_without_the_trainer_offers_its_commands_by_their_names(
+def test_completion_without_the_trainer_offers_its_command_names(
     shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
@@ -172,7 +170,7 @@ def test_completion_without_the_trainer_offers_its_commands_by_their_names(
     assert "--no-preflight" not in script
 
 
-def test_completion_runs_where_the_trainer_lacks_torch() -> None:
+def test_completion_runs_with_a_trainer_without_torch() -> None:
     result = _run_without_trainer("[['completion', 'bash']]")
     assert result.stdout.splitlines()[-1] == "ended completion bash 0"
     assert result.stderr == ""
@@ -190,7 +188,7 @@ def test_completion_runs_where_the_trainer_lacks_torch() -> None:
         ("pretokenize", "Use `evergrad prepare`."),
     ],
 )
-def test_a_command_of_other_trainers_is_refused_with_what_to_do(
+def test_a_command_of_other_trainers_is_refused_with_a_remedy(
     command: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -199,7 +197,7 @@ def test_a_command_of_other_trainers_is_refused_with_what_to_do(
     assert said in capsys.readouterr().err
 
 
-def test_what_is_said_of_others_commands_names_commands_that_there_are() -> None:
+def test_remedies_for_commands_of_other_trainers_name_existing_commands() -> None:
     for name, remedy in OTHERS_COMMANDS.items():
         assert name not in {*COMMANDS, *CLUSTER_COMMANDS}
         for command in re.findall(r"`evergrad (\w+)", remedy):
@@ -243,7 +241,7 @@ def run_unread(
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_reader_that_has_seen_enough_ends_a_command_with_0_and_without_a_word(
+def test_a_closed_output_pipe_ends_a_successful_command_silently_with_0(
     stream: str, unbuffered: str
 ) -> None:
     result = run_unread("return 0", stream=stream, unbuffered=unbuffered)
@@ -255,7 +253,7 @@ WRONG = "raise ConfigurationError(Problem('spec', 'is wrong'))"
 
 
 @pytest.mark.parametrize(("ending", "said"), [("return 64", ""), (WRONG, "error: spec")])
-def test_what_a_command_has_found_is_its_exit_code_also_where_nobody_reads_its_output(
+def test_a_failing_command_keeps_its_exit_code_if_its_output_pipe_is_closed(
     ending: str, said: str
 ) -> None:
     result = run_unread(ending, stream="stdout")
@@ -263,7 +261,7 @@ def test_what_a_command_has_found_is_its_exit_code_also_where_nobody_reads_its_o
     assert result.stderr.decode().startswith(said) and b"Broken" not in result.stderr
 
 
-def test_an_error_that_nobody_reads_keeps_its_exit_code() -> None:
+def test_an_error_on_a_closed_stderr_keeps_its_exit_code() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as closed:
@@ -275,7 +273,7 @@ def test_an_error_that_nobody_reads_keeps_its_exit_code() -> None:
 
 @pytest.mark.parametrize("closed", ["1", "2"])
 @pytest.mark.parametrize(("ending", "code"), [("return 0", 0), (WRONG, 64)])
-def test_a_command_ends_as_always_where_an_output_is_closed(
+def test_a_command_ends_normally_if_an_output_is_closed(
     closed: str, ending: str, code: int
 ) -> None:
     to = "stdout" if closed == "1" else "stderr"

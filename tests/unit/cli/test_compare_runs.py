@@ -68,7 +68,7 @@ def _by_field(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {difference["field"]: difference for difference in result["differences"]}
 
 
-def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(
+def test_a_stopped_and_resumed_run_equals_an_undisturbed_run(
     tmp_path: Path, synthetic: ModuleType, compare: Compare
 ) -> None:
     synthetic.RunWriter(tmp_path / "a").write(synthetic.Process(last=200))
@@ -90,7 +90,7 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(
     }
 
 
-def test_a_killed_and_resumed_run_equals_too_and_its_repeated_steps_are_named(
+def test_a_killed_and_resumed_run_is_equal_and_its_repeated_steps_are_named(
     tmp_path: Path, synthetic: ModuleType, compare: Compare
 ) -> None:
     synthetic.RunWriter(tmp_path / "a").write(synthetic.Process(last=200))
@@ -219,7 +219,7 @@ def test_losses_may_differ_by_the_relative_tolerance(
 
 
 @pytest.mark.parametrize("field", ["loss", "learning_rate", "grad_norm"])
-def test_exact_means_every_bit(
+def test_exact_compares_every_bit(
     tmp_path: Path, synthetic: ModuleType, compare: Compare, field: str
 ) -> None:
     row = synthetic.step_record(40)
@@ -239,7 +239,7 @@ def test_exact_means_every_bit(
 @pytest.mark.parametrize(
     ("field", "value"), [("tokens", 1), ("valid_tokens", 1), ("learning_rate", 0.5)]
 )
-def test_other_parts_of_the_recipe_count(
+def test_other_fields_of_the_recipe_are_compared(
     tmp_path: Path, synthetic: ModuleType, compare: Compare, field: str, value: float
 ) -> None:
     _write(tmp_path / "a", [synthetic.step_record(step) for step in (1, 2)])
@@ -252,7 +252,7 @@ def test_other_parts_of_the_recipe_count(
     assert _by_field(result)[field]["first_step"] == 2
 
 
-def test_gradient_norm_world_size_and_times_are_told_but_do_not_count(
+def test_gradient_norm_world_size_and_times_are_shown_but_not_compared(
     tmp_path: Path, synthetic: ModuleType, compare: Compare
 ) -> None:
     _write(tmp_path / "a", [synthetic.step_record(1)])
@@ -273,7 +273,7 @@ def test_gradient_norm_world_size_and_times_are_told_but_do_not_count(
     }
 
 
-def test_steps_of_only_one_run_make_them_differ_unless_they_are_left_out(
+def test_steps_of_only_one_run_are_a_difference_unless_they_are_excluded(
     tmp_path: Path, synthetic: ModuleType, compare: Compare
 ) -> None:
     _write(tmp_path / "a", [synthetic.step_record(step) for step in range(1, 10)])
@@ -287,7 +287,7 @@ def test_steps_of_only_one_run_make_them_differ_unless_they_are_left_out(
     assert compare("--steps", "5:9")[0] == 0
 
 
-def test_losses_that_are_no_numbers_agree_only_with_each_other(
+def test_losses_that_are_not_finite_are_equal_only_to_each_other(
     tmp_path: Path, synthetic: ModuleType, compare: Compare
 ) -> None:
     _write(tmp_path / "a", [synthetic.step_record(1, loss=math.nan)])
@@ -331,7 +331,7 @@ def test_evaluations_are_compared_by_step_and_set(
     assert result["evaluations"]["compared"] == 3
 
 
-def test_an_evaluation_of_only_one_run_makes_them_differ(
+def test_an_evaluation_of_only_one_run_is_a_difference(
     tmp_path: Path, synthetic: ModuleType, compare: Compare
 ) -> None:
     _write(tmp_path / "a", [synthetic.step_record(1)], (_evaluation(1),))
@@ -348,7 +348,7 @@ def test_an_evaluation_on_other_tokens_differs(
     assert compare()[0] == 1
 
 
-def test_the_text_says_what_differs_and_where(
+def test_the_text_names_the_difference_and_its_step(
     tmp_path: Path, synthetic: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _write(
@@ -378,7 +378,7 @@ def test_the_text_says_what_differs_and_where(
     ]
 
 
-def test_the_text_of_equal_runs_ends_with_what_was_shown(
+def test_the_text_of_equal_runs_ends_with_what_was_compared(
     tmp_path: Path, synthetic: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("a", "b"):
@@ -390,7 +390,7 @@ def test_the_text_of_equal_runs_ends_with_what_was_shown(
     )
 
 
-def test_a_torn_last_line_of_a_killed_run_is_no_obstacle(
+def test_a_truncated_last_line_of_a_killed_run_is_ignored(
     tmp_path: Path, synthetic: ModuleType, compare: Compare
 ) -> None:
     for name in ("a", "b"):

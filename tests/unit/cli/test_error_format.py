@@ -31,7 +31,7 @@ def test_each_problem_is_one_object_with_its_code_and_time(
     assert str(missing) in rows[0]["message"]
 
 
-def test_text_and_json_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_and_json_have_the_same_content(capsys: pytest.CaptureFixture[str]) -> None:
     error = ConfigurationError(
         Problem("spec.a", "is wrong", "it is 1", "Use 2"), Problem("spec.b", "is missing")
     )

@@ -24,7 +24,7 @@ ASKED = "always [madvise] never"
         ("glibc.malloc.hugetlb=2:glibc.malloc.arena_max=2", None),
     ],
 )
-def test_a_choice_that_there_is_stays_and_other_tunables_are_kept(
+def test_a_huge_page_setting_of_the_user_stays_and_other_tunables_are_kept(
     present: str, chosen: str | None
 ) -> None:
     assert choose_tunables(present, libc="glibc 2.36", pages=ASKED) == chosen
@@ -42,7 +42,7 @@ def test_a_choice_that_there_is_stays_and_other_tunables_are_kept(
         ("glibc 2.36", ""),
     ],
 )
-def test_nothing_is_asked_where_it_would_change_nothing(libc: str, pages: str) -> None:
+def test_no_tunables_are_chosen_if_they_would_have_no_effect(libc: str, pages: str) -> None:
     assert choose_tunables("", libc=libc, pages=pages) is None
 
 
@@ -62,7 +62,7 @@ def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ..
     return calls
 
 
-def test_the_same_command_begins_with_the_tunables_and_the_rest_of_the_environment(
+def test_the_same_command_is_executed_again_with_the_tunables_and_the_environment(
     begun: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTHER", "kept")
@@ -74,7 +74,7 @@ def test_the_same_command_begins_with_the_tunables_and_the_rest_of_the_environme
     assert environment["OTHER"] == "kept"
 
 
-def test_a_process_that_has_huge_pages_is_not_replaced_again(
+def test_a_process_with_huge_pages_is_not_replaced_again(
     begun: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, WANTED)
@@ -82,7 +82,7 @@ def test_a_process_that_has_huge_pages_is_not_replaced_again(
     assert begun == []
 
 
-def test_a_command_goes_on_where_it_cannot_be_begun_anew(
+def test_a_command_continues_if_it_cannot_be_executed_again(
     begun: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> NoReturn:
@@ -94,7 +94,7 @@ def test_a_command_goes_on_where_it_cannot_be_begun_anew(
     assert len(begun) == 1
 
 
-def test_only_programs_that_train_begin_anew(
+def test_only_programs_that_train_are_executed_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[str] = []

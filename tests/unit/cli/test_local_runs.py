@@ -47,7 +47,7 @@ def write_run(directory: Path, *, steps: int, saved: int | None) -> Path:
     return directory
 
 
-def test_status_of_a_run_directory_shows_the_run_of_this_machine(
+def test_status_of_a_run_directory_shows_the_local_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = write_run(tmp_path / "runs/docs-lm", steps=8, saved=5)
@@ -64,7 +64,7 @@ def test_status_of_a_run_directory_shows_the_run_of_this_machine(
     assert json.loads(capsys.readouterr().out)["checkpointStep"] == 5
 
 
-def test_status_of_a_run_that_has_saved_nothing_says_so(
+def test_status_of_a_run_without_saves_reports_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = write_run(tmp_path / "run", steps=0, saved=None)
@@ -75,7 +75,7 @@ def test_status_of_a_run_that_has_saved_nothing_says_so(
 
 
 @pytest.mark.parametrize("command", ["open", "status"])
-def test_a_directory_that_does_not_exist_is_named_with_the_nearest_one(
+def test_a_missing_directory_is_reported_with_the_nearest_name(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "runs/docs-lm").mkdir(parents=True)
@@ -95,7 +95,7 @@ def test_a_directory_without_a_run_is_refused(
     assert "it has no events.jsonl" in capsys.readouterr().err
 
 
-def test_a_run_directory_given_to_a_command_for_a_cluster_is_not_called_a_wrong_kind(
+def test_a_run_directory_given_to_a_cluster_command_is_not_reported_as_a_wrong_kind(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as refused:
@@ -112,9 +112,7 @@ def test_a_run_directory_given_to_a_command_for_a_cluster_is_not_called_a_wrong_
         (errno.ENOBUFS, "no buffer space available"),
     ],
 )
-def test_a_port_that_cannot_be_used_is_explained_without_a_number_of_the_system(
-    number: int, reason: str
-) -> None:
+def test_an_unusable_port_is_explained_without_an_errno(number: int, reason: str) -> None:
     (problem,) = build_port_error(80, OSError(number, "raw")).problems
     assert str(problem) == (
         f"--port: 80 cannot be used; {reason}. "
@@ -122,7 +120,7 @@ def test_a_port_that_cannot_be_used_is_explained_without_a_number_of_the_system(
     )
 
 
-def test_an_unknown_variable_of_ours_is_reported_with_the_nearest_known_one(
+def test_an_unknown_evergrad_variable_is_reported_with_the_nearest_known_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("EVERGRAD_TOKEN_FIEL", "x")

@@ -39,13 +39,13 @@ def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     "address",
     ["here", "host:", ":29400", "host:0", "host:70000", "host:port", "::1:29400", "[::1]"],
 )
-def test_an_address_that_is_none_is_refused(
+def test_an_invalid_join_address_is_refused(
     capsys: pytest.CaptureFixture[str], address: str
 ) -> None:
     assert f"--join: '{address}' is not HOST:PORT" in fail(capsys, "--join", address)
 
 
-def test_every_problem_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
     said = fail(
         capsys,
         "--join",
@@ -65,13 +65,13 @@ def test_every_problem_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
     ]
 
 
-def test_a_node_needs_the_runs_token(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_node_needs_the_token_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--token-file: is missing. Give the file that evergrad run prints." in fail(
         capsys, "--join", "127.0.0.1:29400"
     )
 
 
-def test_a_host_that_is_not_known_is_told(
+def test_an_unknown_host_is_reported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     token = tmp_path / "token"
@@ -97,7 +97,7 @@ def start_node(tmp_path: Path, *arguments: str) -> tuple[int, tuple[ErrorKind | 
     return code, decode_termination(log.read_text())
 
 
-def test_a_run_directory_that_cannot_be_written_is_tried_again_and_left_to_another_host(
+def test_an_unwritable_run_directory_is_retried_and_then_a_host_fault(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(pod, "HOST_PAUSES", (0.0, 0.0))
@@ -108,7 +108,7 @@ def test_a_run_directory_that_cannot_be_written_is_tried_again_and_left_to_anoth
     assert capsys.readouterr().err.count("Tried again in 0 s.") == 2
 
 
-def test_a_mistake_of_the_file_is_wrong_input_at_once(
+def test_a_mistake_in_the_file_is_a_user_error_without_retry(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(pod, "HOST_PAUSES", (3600.0,))
@@ -124,7 +124,7 @@ def test_a_mistake_of_the_file_is_wrong_input_at_once(
     assert "does not exist" in text
 
 
-def test_a_host_that_recovers_serves(
+def test_a_host_that_recovers_is_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(pod, "HOST_PAUSES", (0.0, 0.0))
@@ -148,7 +148,7 @@ def test_a_host_that_recovers_serves(
     assert main(["node", str(EXAMPLE), *place, *token]) == 0
 
 
-def test_trouble_of_a_host_that_comes_after_the_preparation_is_named_too(
+def test_a_host_fault_after_the_preparation_is_reported_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def serve() -> int:
@@ -164,14 +164,14 @@ def test_trouble_of_a_host_that_comes_after_the_preparation_is_named_too(
     ("problems", "is_of_host"),
     [([True], True), ([True, True], True), ([True, False], False), ([False], False)],
 )
-def test_one_mistake_of_a_person_among_troubles_of_a_host_makes_wrong_input(
+def test_one_user_error_among_host_faults_is_a_user_error(
     problems: list[bool], is_of_host: bool
 ) -> None:
     error = InputError(*(Problem("x", "y", is_of_host=one) for one in problems))
     assert (describe_host_trouble(error) is not None) == is_of_host
 
 
-def test_a_pod_that_sees_none_of_its_accelerators_is_trouble_of_its_host(
+def test_a_pod_that_sees_none_of_its_accelerators_is_a_host_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(pod, "HOST_PAUSES", ())
@@ -202,14 +202,14 @@ def test_a_pod_that_sees_none_of_its_accelerators_is_trouble_of_its_host(
         (["--nodes", "2", "--workers", "0"], "--workers"),
     ],
 )
-def test_a_run_of_impossible_nodes_is_refused(
+def test_invalid_node_bounds_of_a_run_are_refused(
     capsys: pytest.CaptureFixture[str], arguments: list[str], path: str
 ) -> None:
     assert main(["run", str(EXAMPLE), *arguments]) == 64
     assert f"error: {path}: " in capsys.readouterr().err
 
 
-def test_workers_are_forked_unless_something_forbids_it(
+def test_workers_are_forked_unless_an_accelerator_or_setting_forbids_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert choose_start_method("auto", num_accelerators=0) == "fork"
@@ -219,7 +219,7 @@ def test_workers_are_forked_unless_something_forbids_it(
     assert "has touched an accelerator" in caplog.text
 
 
-def test_a_forked_process_that_cannot_use_the_accelerator_is_found_out(
+def test_a_forked_process_that_cannot_use_the_accelerator_is_detected(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -235,13 +235,13 @@ def script_of(grace: int) -> Script:
 
 
 @pytest.mark.parametrize(("grace", "seconds"), [(0, 0), (5, 4.5), (30, 29), (600, 599)])
-def test_a_script_leaves_by_itself_a_moment_before_it_would_be_killed(
+def test_the_grace_time_of_a_script_ends_shortly_before_it_would_be_killed(
     grace: int, seconds: float
 ) -> None:
     assert stop_seconds(grace) == seconds
 
 
-def test_a_node_and_a_local_coordinator_wait_for_a_script_that_takes_long_to_save(
+def test_a_node_and_a_local_coordinator_wait_for_a_script_that_saves_slowly(
     tmp_path: Path,
 ) -> None:
     settings = NodeSettings("r", "0", "127.0.0.1", 1, "127.0.0.1", "fresh", tmp_path)

@@ -22,7 +22,7 @@ MANIFEST = Path(__file__).parents[1] / "manifest" / "base_manifest.yaml"
 
 
 @pytest.mark.parametrize("is_one_of_many", [False, True])
-def test_a_run_that_others_have_trained_while_a_node_prepared_its_data_has_trained(
+def test_a_run_that_others_trained_while_a_node_prepared_its_data_counts_as_trained(
     is_one_of_many: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = RunDirectory(tmp_path / "run")
@@ -114,7 +114,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     return Node(tmp_path, monkeypatch)
 
 
-def test_a_node_begins_where_others_have_begun_since_it_looked_at_the_directory(
+def test_a_node_starts_where_others_have_started_since_it_read_the_directory(
     node: Node,
 ) -> None:
     node.others_begin()
@@ -122,7 +122,7 @@ def test_a_node_begins_where_others_have_begun_since_it_looked_at_the_directory(
     assert node.begins_at == BEGUN
 
 
-def test_a_node_begins_where_others_have_begun_while_it_prepared_its_data(
+def test_a_node_starts_where_others_have_started_while_it_prepared_its_data(
     node: Node,
 ) -> None:
     node.before_opening = node.others_begin
@@ -130,7 +130,7 @@ def test_a_node_begins_where_others_have_begun_while_it_prepared_its_data(
     assert node.begins_at == BEGUN
 
 
-def test_a_node_that_sees_steps_before_their_record_does_not_begin_at_the_first_sample(
+def test_a_node_that_sees_steps_before_their_record_does_not_start_at_the_first_sample(
     node: Node,
 ) -> None:
     node.others_begin(has_record=False)
@@ -138,7 +138,7 @@ def test_a_node_that_sees_steps_before_their_record_does_not_begin_at_the_first_
     assert node.begins_at == NEWER
 
 
-def test_a_file_that_takes_more_of_another_run_than_the_run_began_with_is_refused_by_that_field(
+def test_a_file_that_loads_more_of_another_run_than_the_start_is_refused_by_that_field(
     node: Node,
 ) -> None:
     began = RunState("begun", load="weights")

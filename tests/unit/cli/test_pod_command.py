@@ -64,7 +64,7 @@ def ask(port: int | None, path: str, token: str) -> tuple[int, str]:
     return answer.status, text
 
 
-def test_relative_paths_start_where_the_pods_do_and_the_data_lie_beside_the_run(
+def test_relative_paths_start_at_the_folder_of_the_pods_and_data_is_next_to_the_run(
     tmp_path: Path,
 ) -> None:
     code, words = prepare_in_pod(tmp_path, '{"text": "a document"}\n')
@@ -72,13 +72,13 @@ def test_relative_paths_start_where_the_pods_do_and_the_data_lie_beside_the_run(
     assert list((tmp_path / ".prepared").glob("*/*")), "nothing was prepared"
 
 
-def test_a_mistake_in_the_data_is_left_where_the_operator_reads_it(tmp_path: Path) -> None:
+def test_a_mistake_in_the_data_is_written_to_the_termination_log(tmp_path: Path) -> None:
     code, (kind, text) = prepare_in_pod(tmp_path, '{"text": "a document"}\n{broken\n')
     assert (code, kind) == (64, ErrorKind.INPUT)
     assert "docs.jsonl:2: " in text
 
 
-def test_trouble_of_the_volume_is_tried_again_and_then_left_to_another_host(
+def test_an_error_of_the_volume_is_retried_and_then_a_host_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(pod, "HOST_PAUSES", (0.0, 0.0))
@@ -95,7 +95,7 @@ def test_trouble_of_the_volume_is_tried_again_and_then_left_to_another_host(
     assert capsys.readouterr().err.count("Tried again in 0 s.") == 2
 
 
-def test_the_page_shows_progress_to_whoever_has_the_token_and_nothing_to_others() -> None:
+def test_the_page_shows_progress_only_with_the_token() -> None:
     page = StatusPage("secret", port=0)
     try:
         page.show(
@@ -121,7 +121,7 @@ def test_the_page_shows_progress_to_whoever_has_the_token_and_nothing_to_others(
         page.close()
 
 
-def test_a_port_that_is_taken_costs_the_page_and_not_the_preparation(
+def test_a_port_in_use_disables_the_page_and_not_the_preparation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     first = StatusPage("secret", port=0)
@@ -135,7 +135,7 @@ def test_a_port_that_is_taken_costs_the_page_and_not_the_preparation(
         first.close()
 
 
-def test_a_caller_that_never_ends_its_request_does_not_hold_up_the_end_of_the_pod(
+def test_a_client_that_never_completes_its_request_does_not_delay_the_end_of_the_pod(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A close that waited for the caller would outlast the test's own timeout.

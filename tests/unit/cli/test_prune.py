@@ -78,27 +78,27 @@ def judge(
     return [(one.is_kept, one.why) for one in found]
 
 
-def test_a_claim_goes_where_every_run_on_it_is_gone_and_was_complete() -> None:
+def test_a_claim_is_pruned_if_all_its_runs_are_deleted_and_were_complete() -> None:
     assert judge(make_claim()) == [(False, "run old is gone, and was complete 28d ago")]
     assert judge(make_claim(old=DONE, reader=DONE)) == [
         (False, "run old, reader is gone, and was complete 28d ago")
     ]
 
 
-def test_a_claim_of_a_run_that_was_not_complete_stays() -> None:
+def test_a_claim_of_an_incomplete_run_is_kept() -> None:
     half = {key: value for key, value in DONE.items() if key != "complete"}
     kept = [(True, "run new is gone and was not complete: it may have left checkpoints")]
     assert judge(make_claim(old=DONE, new=half)) == kept
 
 
-def test_a_claim_that_cannot_be_understood_stays() -> None:
+def test_a_claim_with_unreadable_records_is_kept() -> None:
     assert judge(make_claim(old="{")) == [(True, "the record of run old cannot be read")]
     bare = make_claim()
     bare["metadata"]["annotations"] = {}
     assert judge(bare) == [(True, "no run has left a record on it")]
 
 
-def test_a_claim_that_somebody_uses_or_owns_stays() -> None:
+def test_a_claim_that_is_used_or_owned_is_kept() -> None:
     pod = {
         "metadata": {"name": "reader"},
         "spec": {"volumes": [{"persistentVolumeClaim": {"claimName": "old"}}]},
@@ -112,7 +112,7 @@ def test_a_claim_that_somebody_uses_or_owns_stays() -> None:
     assert judge(owned) == [(True, "it has an owner, and is deleted with it")]
 
 
-def test_a_claim_whose_run_exists_is_not_left_over() -> None:
+def test_a_claim_whose_run_exists_is_not_a_leftover() -> None:
     assert judge(make_claim(), runs=[make_ended("old")]) == []
     other = make_ended("other", storage={"claimName": "old"})
     assert judge(make_claim(), runs=[other]) == []
@@ -124,18 +124,20 @@ MOUNT = {
 }
 
 
-def test_a_claim_stays_that_a_run_without_pods_mounts() -> None:
+def test_a_claim_that_a_run_without_pods_mounts_is_kept() -> None:
     suspended = make_ended("tune", "Progressing", suspend=True, template=MOUNT)
     assert judge(make_claim(), runs=[suspended]) == [(True, "run tune mounts it")]
 
 
-def test_a_claim_stays_that_a_profile_mounts_for_a_run_without_pods() -> None:
+def test_a_claim_that_a_profile_mounts_for_a_run_without_pods_is_kept() -> None:
     queued = make_ended("tune", "Progressing")
     queued["status"]["volume"] = {"profileClaims": ["old"]}
     assert judge(make_claim(), runs=[queued]) == [(True, "run tune mounts it")]
 
 
-def test_a_run_stays_whose_claim_would_go_with_it_and_is_mounted_by_another() -> None:
+def test_a_run_is_kept_if_its_claim_would_be_deleted_with_it_and_another_run_mounts_it() -> (
+    None
+):
     best = make_ended("old", storage={"whenDeleted": "Delete"})
     tune = make_ended("tune", "Progressing", template=MOUNT)
     (kept,) = find_old_runs([best, tune], older_than=DAY, now=NOW)
@@ -150,7 +152,7 @@ def test_a_run_stays_whose_claim_would_go_with_it_and_is_mounted_by_another() ->
 
 
 @pytest.mark.parametrize("count", ["3", "several"])
-def test_a_claim_stays_on_which_records_of_unfinished_runs_had_no_room(count: str) -> None:
+def test_a_claim_without_space_for_records_of_unfinished_runs_is_kept(count: str) -> None:
     claim = make_claim()
     claim["metadata"]["annotations"]["evergrad.dev/dropped-unfinished-runs"] = count
     ((is_kept, why),) = judge(claim)
@@ -165,7 +167,7 @@ def test_a_claim_stays_on_which_records_of_unfinished_runs_had_no_room(count: st
     ("given", "hint"),
     [("30", "Write 30d for days"), ("7.5", "Write 7.5d"), ("d", "not an age"), ("", "")],
 )
-def test_an_age_without_a_unit_is_refused_and_nothing_is_asked_of_the_cluster(
+def test_an_age_without_a_unit_is_refused_without_a_request_to_the_cluster(
     api: Any, given: str, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve(api)
@@ -181,7 +183,7 @@ def test_an_age_without_a_unit_is_refused_and_nothing_is_asked_of_the_cluster(
     ("given", "goes"),
     [("0", True), ("29d", True), ("31d", False), ("30d1h", False), ("12h", True)],
 )
-def test_an_age_is_days_hours_or_minutes_or_any(
+def test_an_age_is_given_in_days_hours_or_minutes_or_as_any(
     api: Any, given: str, goes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve(api)
@@ -191,13 +193,13 @@ def test_an_age_is_days_hours_or_minutes_or_any(
     assert (f"{RUNS}/done" in [one.path for one in api.sent("DELETE")]) is goes
 
 
-def test_a_claim_that_was_complete_lately_stays_with_an_age() -> None:
+def test_a_claim_of_a_recently_complete_run_is_kept_with_an_age() -> None:
     assert judge(make_claim(), older_than=30 * DAY) == [
         (True, "run old was complete only 28d ago")
     ]
 
 
-def test_only_runs_that_ended_so_long_ago_are_old() -> None:
+def test_only_runs_that_ended_before_the_age_are_old() -> None:
     runs = [make_ended("b"), make_ended("a", "Failed"), make_ended("c", "Progressing")]
     found = find_old_runs(runs, older_than=30 * DAY, now=NOW)
     assert [(one.name, one.why) for one in found] == [
@@ -207,7 +209,7 @@ def test_only_runs_that_ended_so_long_ago_are_old() -> None:
     assert find_old_runs(runs, older_than=31 * DAY, now=NOW) == ()
 
 
-def test_a_failed_run_whose_volume_would_go_with_it_stays() -> None:
+def test_a_failed_run_whose_volume_would_be_deleted_with_it_is_kept() -> None:
     storage = {"whenDeleted": "Delete"}
     runs = [make_ended("a", "Failed", storage=storage), make_ended("b", storage=storage)]
     found = find_old_runs(runs, older_than=DAY, now=NOW)
@@ -239,7 +241,7 @@ def test_nothing_is_deleted_without_yes(
     assert claims.query["labelSelector"] == selected
 
 
-def test_with_yes_exactly_what_was_looked_at_is_deleted(
+def test_with_yes_exactly_the_listed_objects_are_deleted(
     api: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve(api)
@@ -257,7 +259,7 @@ def test_with_yes_exactly_what_was_looked_at_is_deleted(
     }
 
 
-def test_without_an_age_no_run_is_touched(
+def test_without_an_age_no_run_is_deleted(
     api: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve(api)
@@ -265,7 +267,7 @@ def test_without_an_age_no_run_is_touched(
     assert [one.path for one in api.sent("DELETE")] == [f"{CLAIMS}/gone"]
 
 
-def test_a_refused_deletion_is_named_and_the_others_go_on(
+def test_a_refused_deletion_is_reported_and_the_others_continue(
     api: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve(api)
@@ -277,7 +279,7 @@ def test_a_refused_deletion_is_named_and_the_others_go_on(
 
 
 @pytest.mark.parametrize(("status", "told"), [(403, "not allowed"), (429, "too many")])
-def test_what_could_not_be_deleted_is_shown_as_failed_beside_what_was(
+def test_failed_deletions_are_shown_next_to_successful_ones(
     api: Any, status: int, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve(api)
@@ -339,7 +341,7 @@ def going(path: Path, *, keep: int = 1, now: float = NOW, **rest: Any) -> list[s
     return sorted(Path(one.name).name for one in found if not one.is_kept)
 
 
-def test_superseded_checkpoints_and_attempts_of_a_complete_run_are_left_over(
+def test_superseded_checkpoints_and_attempts_of_a_complete_run_are_leftovers(
     tmp_path: Path,
 ) -> None:
     run = make_directory(tmp_path / "first")
@@ -347,7 +349,7 @@ def test_superseded_checkpoints_and_attempts_of_a_complete_run_are_left_over(
     assert going(run, keep=3) == ["step-1", "step-9.g1.9"]
 
 
-def test_permanent_checkpoints_and_the_best_stay(tmp_path: Path) -> None:
+def test_permanent_checkpoints_and_the_best_are_kept(tmp_path: Path) -> None:
     run = make_directory(tmp_path / "first")
     add_checkpoint(run, 1, extra={"permanent": True})
     add_checkpoint(run, 2, best=True)
@@ -355,14 +357,14 @@ def test_permanent_checkpoints_and_the_best_stay(tmp_path: Path) -> None:
     assert going(run) == ["step-9.g1.9"]
 
 
-def test_a_damaged_checkpoint_neither_counts_nor_goes(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_does_not_count_and_is_kept(tmp_path: Path) -> None:
     run = make_directory(tmp_path / "first")
     (run / "checkpoints" / "step-4" / "rank-0.bin").write_bytes(b"x")
     (run / "checkpoints" / "step-1" / "manifest.json").write_text('{"format": 2}')
     assert going(run) == ["step-2", "step-9.g1.9"], "step 3 is the newest whole one"
 
 
-def test_nothing_of_a_run_goes_that_may_still_need_it(tmp_path: Path) -> None:
+def test_files_that_a_run_may_still_need_are_kept(tmp_path: Path) -> None:
     assert going(make_directory(tmp_path / "half", is_complete=False)) == []
     run = make_directory(tmp_path / "first")
     assert going(run, now=NOW - 3600 + 60) == [], "it was written to a minute ago"
@@ -370,7 +372,9 @@ def test_nothing_of_a_run_goes_that_may_still_need_it(tmp_path: Path) -> None:
     assert going(run) == []
 
 
-def test_a_run_that_an_unfinished_neighbour_begins_with_stays_whole(tmp_path: Path) -> None:
+def test_a_run_that_an_unfinished_run_starts_from_is_kept_completely(
+    tmp_path: Path,
+) -> None:
     run = make_directory(tmp_path / "first")
     other = make_directory(tmp_path / "second", is_complete=False)
     assert going(run, neighbours=[run, other]) != []
@@ -378,7 +382,7 @@ def test_a_run_that_an_unfinished_neighbour_begins_with_stays_whole(tmp_path: Pa
     assert going(run, neighbours=[run, other]) == []
 
 
-def test_a_run_that_cannot_be_read_stays_and_the_others_go_on(tmp_path: Path) -> None:
+def test_an_unreadable_run_is_kept_and_the_others_are_pruned(tmp_path: Path) -> None:
     run = make_directory(tmp_path / "first")
     other = make_directory(tmp_path / "second")
     # Unreadable for every user, root among them, and still there for whoever only looks.
@@ -436,7 +440,7 @@ def test_a_folder_of_runs_is_pruned_only_with_yes(
     assert len(list((half / "checkpoints").glob("step-*"))) == 4
 
 
-def test_the_commands_of_the_page_list_and_delete_what_it_says_in_its_order(
+def test_the_commands_of_the_page_list_and_delete_in_the_documented_order(
     api: Any, tmp_path: Path
 ) -> None:
     serve(api)
@@ -452,7 +456,7 @@ def test_the_commands_of_the_page_list_and_delete_what_it_says_in_its_order(
     assert "Nothing was deleted. 4 would be" in shown[3] and deleted[3] == deleted[2]
 
 
-def test_the_newest_checkpoint_cannot_be_asked_away(
+def test_no_option_deletes_the_newest_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_directory(tmp_path / "first")

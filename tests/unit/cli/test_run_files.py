@@ -77,7 +77,7 @@ def follow_through(
     return [json.loads(one[6:]) for one in lines if one.startswith(b"data: ")]
 
 
-def test_a_page_that_is_open_before_the_first_event_gets_the_whole_status_with_it(
+def test_a_page_opened_before_the_first_event_gets_the_whole_status_with_it(
     tmp_path: Path, events: Path, metrics: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events.touch()
@@ -102,7 +102,7 @@ def test_a_page_that_is_open_before_the_first_event_gets_the_whole_status_with_i
     assert after["times"]["x"] == [2]
 
 
-def test_a_checkpoint_has_the_step_that_was_saved_and_not_that_of_its_report(
+def test_a_checkpoint_has_the_saved_step_and_not_the_step_of_its_report(
     tmp_path: Path, events: Path
 ) -> None:
     saved = event(57, "save", step=57, checkpoint="step-50.g1", bytes=1)
@@ -113,7 +113,7 @@ def test_a_checkpoint_has_the_step_that_was_saved_and_not_that_of_its_report(
 
 
 @pytest.mark.parametrize("others", [0, 100, 300])
-def test_a_row_that_a_frozen_process_writes_late_is_nobodys_progress(
+def test_a_row_that_a_frozen_process_writes_late_is_not_counted_as_progress(
     tmp_path: Path, events: Path, metrics: Path, others: int
 ) -> None:
     """It has step 101 of generation 1; the others have gone on from there in generation 2."""
@@ -138,7 +138,7 @@ def test_a_row_that_a_frozen_process_writes_late_is_nobodys_progress(
     assert list(files.history.evaluations["heldOut"].x) == [50, 150, 200]
 
 
-def test_rows_of_generations_that_begin_anew_count(
+def test_rows_of_generations_that_restart_are_counted(
     tmp_path: Path, events: Path, metrics: Path
 ) -> None:
     """Somebody has removed the checkpoints alone; a row of the first generation 1 comes late before that."""
@@ -164,7 +164,7 @@ def test_rows_of_generations_that_begin_anew_count(
     assert list(files.history.evaluations["heldOut"].x) == [50]
 
 
-def test_a_clock_that_goes_back_makes_no_negative_times(
+def test_a_clock_that_goes_back_causes_no_negative_times(
     tmp_path: Path, events: Path, metrics: Path
 ) -> None:
     append(events, start(0), event(100, "save", step=50, checkpoint="step-50"))
@@ -180,7 +180,7 @@ def test_a_clock_that_goes_back_makes_no_negative_times(
     assert min(files.history.times.x) >= 0
 
 
-def test_a_directory_that_is_begun_anew_is_read_anew(
+def test_a_recreated_directory_is_read_from_its_start(
     tmp_path: Path, events: Path, metrics: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append(events, start(0))
@@ -207,7 +207,7 @@ def test_a_directory_that_is_begun_anew_is_read_anew(
     assert more["steps"]["x"] == [61]
 
 
-def test_a_page_forgets_the_steps_of_a_file_that_alone_was_begun_anew(
+def test_a_page_forgets_the_steps_of_a_metrics_file_that_was_recreated(
     tmp_path: Path, events: Path, metrics: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append(events, start(0))
@@ -225,7 +225,7 @@ def test_a_page_forgets_the_steps_of_a_file_that_alone_was_begun_anew(
     assert anew["status"].keys() == first["status"].keys()
 
 
-def test_a_file_that_was_cut_is_read_anew(tmp_path: Path, metrics: Path) -> None:
+def test_a_truncated_file_is_read_from_its_start(tmp_path: Path, metrics: Path) -> None:
     append(metrics, *map(step, range(1, 51)))
     files = RunFiles(tmp_path)
     files.look(BEGIN)
@@ -237,7 +237,7 @@ def test_a_file_that_was_cut_is_read_anew(tmp_path: Path, metrics: Path) -> None
 
 
 @pytest.mark.parametrize("path", ["/", "/live"])
-def test_a_browser_that_cancels_a_request_says_nothing_on_the_terminal(
+def test_a_request_that_a_browser_cancels_prints_nothing_on_the_terminal(
     tmp_path: Path,
     path: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -261,7 +261,7 @@ def test_a_browser_that_cancels_a_request_says_nothing_on_the_terminal(
     assert capsys.readouterr().err == ""
 
 
-def test_an_error_of_the_page_itself_is_shown(
+def test_an_error_of_the_page_itself_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> None:

@@ -48,7 +48,7 @@ def request(
         (request("cpu", num_nodes=1), (False, False)),
     ],
 )
-def test_a_process_that_may_fork_workers_reads_nothing_ahead(
+def test_a_process_that_may_fork_workers_does_not_read_ahead(
     made: RunRequest,
     expected: tuple[bool, bool],
     has_driver: bool,
@@ -61,7 +61,7 @@ def test_a_process_that_may_fork_workers_reads_nothing_ahead(
 
 
 @pytest.mark.parametrize(("rank", "expected"), [("0", True), ("1", False), ("12", False)])
-def test_of_the_ranks_that_torchrun_starts_only_the_one_that_restores_reads_ahead(
+def test_of_the_ranks_of_torchrun_only_the_restoring_rank_reads_ahead(
     rank: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", rank)
@@ -69,7 +69,7 @@ def test_of_the_ranks_that_torchrun_starts_only_the_one_that_restores_reads_ahea
 
 
 @pytest.mark.parametrize(("size", "expected"), [("1", True), ("2", False)])
-def test_a_rank_that_reads_only_its_part_of_a_cut_model_does_not_read_the_whole_ahead(
+def test_a_rank_of_a_sharded_model_does_not_read_the_whole_checkpoint_ahead(
     size: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -78,7 +78,7 @@ def test_a_rank_that_reads_only_its_part_of_a_cut_model_does_not_read_the_whole_
     assert _restores_here(request("cpu"))
 
 
-def test_what_is_read_ahead_is_no_want_of_memory_to_preflight(
+def test_memory_for_read_ahead_does_not_count_as_used_in_preflight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that fits would be refused when it is resumed, or not, as far as the reading has come."""

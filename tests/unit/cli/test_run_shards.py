@@ -58,7 +58,7 @@ def arguments(folder: Path, nodes: dict[str, int], *more: str) -> argparse.Names
         (("--workers", "3"), 3),
     ],
 )
-def test_a_group_that_could_not_go_on_without_a_node_is_refused_before_the_first_step(
+def test_a_group_that_could_not_continue_without_a_node_is_refused_before_the_first_step(
     options: tuple[str, ...],
     refused: int,
     tmp_path: Path,
@@ -86,7 +86,7 @@ def test_a_group_that_could_not_go_on_without_a_node_is_refused_before_the_first
         ({"min": 2}, None, [4]),
     ],
 )
-def test_the_numbers_of_workers_follow_the_file_and_the_nodes_that_were_asked_for(
+def test_the_numbers_of_workers_follow_the_file_and_the_requested_nodes(
     nodes: dict[str, int], given: int | None, expected: list[int]
 ) -> None:
     sizes = world_sizes_of(parse_run(manifest(nodes)), num_workers=2, num_nodes=given)

@@ -22,7 +22,7 @@ def manifest(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_script_has_nothing_to_prepare(
+def test_prepare_has_nothing_to_do_for_a_script(
     manifest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "mine is a script, which reads its data itself: there is nothing to prepare\n"
@@ -33,7 +33,7 @@ def test_a_script_has_nothing_to_prepare(
     assert (json.loads(out), err) == ({"sources": [], "evaluation": []}, text)
 
 
-def test_preflight_of_a_script_is_refused_until_its_file_is_there(
+def test_preflight_of_a_script_is_refused_until_its_file_exists(
     manifest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [
@@ -56,7 +56,7 @@ def test_preflight_of_a_script_is_refused_until_its_file_is_there(
     ("arguments", "named"),
     [(["--extend"], "--extend"), (["--stop-after-steps", "3"], "--stop-after-steps")],
 )
-def test_what_only_typed_runs_know_is_refused_and_not_passed_over(
+def test_options_of_typed_runs_are_refused_for_a_script_and_not_ignored(
     arguments: list[str], named: str, manifest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", str(manifest), *arguments]) == 64

@@ -71,7 +71,7 @@ def assert_same_ids(directory: Path) -> None:
         {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True},
     ],
 )
-def test_settings_that_only_other_files_have_are_followed(
+def test_settings_that_only_other_files_have_are_respected(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
     directory = save(tmp_path / "tokenizer", **config)
@@ -82,7 +82,7 @@ def test_settings_that_only_other_files_have_are_followed(
     assert found.vocab_size >= len(load_auto(directory))
 
 
-def test_tokens_of_a_file_of_added_tokens_are_followed(tmp_path: Path) -> None:
+def test_tokens_in_an_added_tokens_file_are_respected(tmp_path: Path) -> None:
     directory = save(tmp_path / "tokenizer")
     size = load_directory(directory).vocab_size
     tokens = {THINK[0]: size, THINK[1]: size + 1}
@@ -90,14 +90,16 @@ def test_tokens_of_a_file_of_added_tokens_are_followed(tmp_path: Path) -> None:
     assert_same_ids(directory)
 
 
-def test_a_directory_that_both_read_alike_keeps_its_identity(tmp_path: Path) -> None:
+def test_a_directory_that_both_loaders_read_alike_keeps_its_identity(
+    tmp_path: Path,
+) -> None:
     found = load_directory(save(tmp_path / "tokenizer"))
     assert not found.identity.startswith(FOLLOWED)
     assert found.identity.startswith("files-")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
-def test_an_export_gives_the_ids_that_were_trained_next_to_any_configuration(
+def test_an_export_gives_the_trained_ids_next_to_any_model_configuration(
     tmp_path: Path, kind: str
 ) -> None:
     tokenizer = load_directory(
@@ -115,7 +117,7 @@ def test_an_export_gives_the_ids_that_were_trained_next_to_any_configuration(
             assert is_same or difference is not None, text
 
 
-def test_a_class_that_changes_the_text_is_named_with_a_text(tmp_path: Path) -> None:
+def test_a_class_that_changes_the_text_is_reported_with_a_text(tmp_path: Path) -> None:
     ByteTokenizer().save_pretrained(tmp_path / "saved")
     config = tmp_path / "saved" / "tokenizer_config.json"
     values = json.loads(config.read_text())
@@ -125,7 +127,7 @@ def test_a_class_that_changes_the_text_is_named_with_a_text(tmp_path: Path) -> N
     assert difference.ours != difference.theirs and "with AutoTokenizer" in str(difference)
 
 
-def test_ids_that_only_code_of_transformers_makes_are_refused(tmp_path: Path) -> None:
+def test_ids_that_only_transformers_code_produces_are_refused(tmp_path: Path) -> None:
     # The setting is one of the object, which tokenizer.json does not have.
     directory = save(tmp_path / "tokenizer", split_special_tokens=True)
     assert len(encoder_of(load_auto(directory))("<|end|>")) > 1
@@ -149,7 +151,7 @@ CODE_OF_ITS_OWN = {
         ({"added_tokens_decoder": {"x": {"content": "a"}}}, "ValueError: invalid literal"),
     ],
 )
-def test_a_directory_that_auto_tokenizer_cannot_load_says_why(
+def test_a_directory_that_auto_tokenizer_cannot_load_is_reported_with_the_reason(
     tmp_path: Path, config: dict[str, Any], error: str
 ) -> None:
     found = load_directory(save(tmp_path / "tokenizer", **config))
@@ -166,7 +168,7 @@ def test_a_directory_that_auto_tokenizer_cannot_load_says_why(
     assert found.encode_many([text])[0].tolist() == plain.encode_many([text])[0].tolist()
 
 
-def test_an_export_that_auto_tokenizer_cannot_load_is_named(tmp_path: Path) -> None:
+def test_an_export_that_auto_tokenizer_cannot_load_is_reported(tmp_path: Path) -> None:
     tokenizer = load_directory(save(tmp_path / "tokenizer", **CODE_OF_ITS_OWN))
     tokenizer.save_pretrained(tmp_path / "saved")
     with pytest.raises(DataError, match="AutoTokenizer cannot load an export") as raised:

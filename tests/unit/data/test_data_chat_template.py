@@ -46,14 +46,14 @@ def turns(text: MarkedText) -> list[str]:
 
 
 @pytest.mark.parametrize("source", [BY_TURNS, WITH_BLOCKS], ids=["by turns", "with blocks"])
-def test_the_assistants_turns_are_found_with_their_ends(source: str) -> None:
+def test_assistant_turns_are_found_with_their_ends(source: str) -> None:
     text = ChatTemplate(source, EOS).render(TALK, {})
     behind = "" if source is WITH_BLOCKS else "\n"
     assert turns(text) == [f"4<end>{behind}", f"Sí, 漢字<end>{behind}"]
     assert text.startswith("<system>Be brief.<end>")
 
 
-def test_the_text_and_the_marks_are_those_that_transformers_gives(tmp_path: Path) -> None:
+def test_text_and_marks_match_transformers(tmp_path: Path) -> None:
     words = [
         "<unk>",
         "<end>",
@@ -112,18 +112,20 @@ def test_a_template_that_changes_earlier_turns_needs_blocks() -> None:
         ("{{ 1 // 0 }}", "the chat template fails: "),
     ],
 )
-def test_a_conversation_that_the_template_refuses_says_why(source: str, said: str) -> None:
+def test_a_conversation_that_the_template_refuses_is_reported_with_the_reason(
+    source: str, said: str
+) -> None:
     with pytest.raises(ChatTemplateError, match=said):
         ChatTemplate(source).render(TALK, {})
 
 
-def test_a_template_that_is_none_is_named_by_its_line() -> None:
+def test_an_invalid_template_is_reported_with_its_line() -> None:
     check_template(BY_TURNS)
     with pytest.raises(ChatTemplateError, match="line 2: "):
         check_template("{{ messages }}\n{% for %}")
 
 
-def test_what_templates_of_models_use_is_there() -> None:
+def test_functions_that_model_templates_use_are_available() -> None:
     source = (
         "{% for message in messages %}{% if message.role != 'user' %}{% continue %}{% endif %}"
         "{{ message | tojson }}{% endfor %}{{ tools | length }}"
@@ -154,7 +156,7 @@ BODY = (
         "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}",
     ],
 )
-def test_tools_and_documents_are_given_as_transformers_gives_them(
+def test_tools_and_documents_are_rendered_as_in_transformers(
     source: str, given: dict[str, Any]
 ) -> None:
     backend = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))

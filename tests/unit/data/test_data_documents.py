@@ -43,7 +43,7 @@ def jsonl(texts: Sequence[Any], *, newline: bytes = b"\n") -> bytes:
     st.booleans(),
     st.sampled_from([b"\n", b"\r\n"]),
 )
-def test_every_text_comes_back_whatever_the_block_size(
+def test_every_text_is_read_unchanged_with_any_block_size(
     texts: list[str], size: int, mark: bool, escape: bool, newline: bytes
 ) -> None:
     lines = (
@@ -66,11 +66,11 @@ def test_only_a_newline_ends_a_line() -> None:
     assert read(data)[0] == ["a\u2028b", "c\x85d", "e\x0bf"]
 
 
-def test_white_space_around_an_object_is_no_error() -> None:
+def test_white_space_around_an_object_is_accepted() -> None:
     assert read(b'  {"text": "a"}\t \n\t{"text":"b"}\r\n')[0] == ["a", "b"]
 
 
-def test_blank_lines_and_empty_texts_are_counted_and_no_error() -> None:
+def test_blank_lines_and_empty_texts_are_counted_and_not_errors() -> None:
     texts, lines, tally = read(b'\n  \n{"text": ""}\n\r\n{"text": "x"}\n\t\n')
     assert (texts, lines) == (["x"], [5])
     assert tally.skipped == {SkipReason.BLANK_LINE: 4, SkipReason.EMPTY_TEXT: 1}
@@ -188,12 +188,12 @@ def test_a_malformed_line_is_counted_and_described(
 
 
 @pytest.mark.parametrize("cut", [1, 5, 12])
-def test_a_last_line_that_is_cut_off_is_known_as_torn(cut: int) -> None:
+def test_a_truncated_last_line_is_detected(cut: int) -> None:
     _, _, tally = read(jsonl(["a", "bcdefghi"])[:-cut])
     assert [problem.is_torn for problem in tally.problems] == ([True] if cut > 1 else [])
 
 
-def test_a_last_line_cut_within_a_character_is_known_as_torn() -> None:
+def test_a_last_line_truncated_within_a_character_is_detected() -> None:
     whole = json.dumps({"text": "aé"}, ensure_ascii=False).encode()
     _, _, tally = read(whole[:-3])
     assert (tally.problems[0].is_torn, dict(tally.skipped)) == (
@@ -202,7 +202,7 @@ def test_a_last_line_cut_within_a_character_is_known_as_torn() -> None:
     )
 
 
-def test_only_the_first_problems_are_kept_and_all_are_counted() -> None:
+def test_only_the_first_problems_are_stored_and_all_are_counted() -> None:
     _, _, tally = read(b"bad\n" * 40)
     assert (tally.malformed, [problem.line for problem in tally.problems]) == (
         40,
@@ -210,7 +210,7 @@ def test_only_the_first_problems_are_kept_and_all_are_counted() -> None:
     )
 
 
-def test_tallies_of_chunks_add_up_in_the_order_of_lines() -> None:
+def test_tallies_of_chunks_are_added_in_line_order() -> None:
     later, earlier = read(b"\n" * 10 + b"bad\n" * 3)[2], read(b"bad\n" * 4)[2]
     later.add(earlier)
     assert later.skipped == {SkipReason.NOT_JSON: 7, SkipReason.BLANK_LINE: 10}
@@ -218,7 +218,7 @@ def test_tallies_of_chunks_add_up_in_the_order_of_lines() -> None:
     assert LineCounts.from_json(json.loads(json.dumps(later.to_json()))) == later
 
 
-def test_half_surrogate_pairs_are_replaced_and_counted_and_whole_ones_kept() -> None:
+def test_unpaired_surrogates_are_replaced_and_counted_and_pairs_are_kept() -> None:
     texts, _, tally = read(
         b'{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude00"}\n{"text": "\\uDC00"}\n{"text": "\\\\ud800"}\n'
     )
@@ -226,18 +226,18 @@ def test_half_surrogate_pairs_are_replaced_and_counted_and_whole_ones_kept() -> 
     assert tally.repaired == 2
 
 
-def test_another_field_may_hold_the_text() -> None:
+def test_another_field_can_contain_the_text() -> None:
     assert read(b'{"body": "a", "text": 3}\n', field="body")[0] == ["a"]
 
 
-def test_a_file_that_became_shorter_is_noticed() -> None:
+def test_a_file_that_became_shorter_is_detected() -> None:
     with pytest.raises(EOFError):
         list(read_blocks(io.BytesIO(b"abc\n"), start=0, end=10, size=2))
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.binary(max_size=30), max_size=10), st.integers(1, 20))
-def test_no_bytes_whatever_make_the_reader_fail(lines: list[bytes], size: int) -> None:
+def test_no_bytes_make_the_reader_fail(lines: list[bytes], size: int) -> None:
     texts, numbers, tally = read(b"\n".join(lines), size=size)
     count = b"\n".join(lines).count(b"\n") + (
         not b"\n".join(lines).endswith(b"\n") and bool(b"\n".join(lines))

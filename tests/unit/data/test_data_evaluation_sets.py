@@ -60,7 +60,7 @@ def test_every_token_is_predicted_exactly_once(sequences: list[TokenSequence]) -
 
 @pytest.mark.capability("C-28")
 @pytest.mark.parametrize("limit", [None, 7])
-def test_a_batch_of_another_size_has_the_same_samples_in_the_same_order(
+def test_batches_of_another_size_have_the_same_samples_in_the_same_order(
     sequences: list[TokenSequence], limit: int | None
 ) -> None:
     one = build(sequences, limit=limit)
@@ -82,7 +82,7 @@ def test_a_batch_of_another_size_has_the_same_samples_in_the_same_order(
 
 
 @pytest.mark.capability("O-15", "T-35", "T-49")
-def test_a_limit_takes_the_same_samples_each_time_spread_over_all_sources(
+def test_a_limit_selects_the_same_samples_each_time_spread_over_all_sources(
     sequences: list[TokenSequence],
 ) -> None:
     one, again = build(sequences, limit=6), build(sequences, limit=6, batch=1)
@@ -105,20 +105,20 @@ def test_a_limit_takes_the_same_samples_each_time_spread_over_all_sources(
     assert build(sequences, limit=99).num_samples == 15
 
 
-def test_hashes_tell_batches_apart(sequences: list[TokenSequence]) -> None:
+def test_different_batches_have_different_hashes(sequences: list[TokenSequence]) -> None:
     one = build(sequences)
     assert len({one.batch(index).hash for index in range(4)}) == 4
     assert one.batch(2).hash == build(sequences).batch(2).hash
 
 
-def test_a_batch_outside_is_refused(sequences: list[TokenSequence]) -> None:
+def test_a_batch_out_of_range_is_refused(sequences: list[TokenSequence]) -> None:
     one = build(sequences)
     for index in (-1, 4):
         with pytest.raises(IndexError, match="of 4 of heldOut"):
             one.batch(index)
 
 
-def test_sets_have_one_fingerprint_exactly_where_all_their_batches_are_equal(
+def test_fingerprints_of_sets_are_equal_only_if_all_their_batches_are_equal(
     sequences: list[TokenSequence],
 ) -> None:
     one = build(sequences).fingerprint

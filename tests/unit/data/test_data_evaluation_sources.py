@@ -23,7 +23,7 @@ def evaluated_on(training: Recipe, *names: str, **paths: str) -> Training:
 
 
 @pytest.mark.parametrize("names", [["books"], ["books", "wiki"], ["news", "wiki"], []])
-def test_evaluation_sources_may_come_and_go_and_change_places_between_two_starts(
+def test_evaluation_sources_may_be_added_removed_and_reordered_between_two_starts(
     tmp_path: Path,
     training: Recipe,
     documents: Write,
@@ -40,7 +40,7 @@ def test_evaluation_sources_may_come_and_go_and_change_places_between_two_starts
     check_prepared(recorded, prepared_in(recipe))
 
 
-def test_another_content_under_the_name_of_an_evaluation_source_is_refused(
+def test_changed_content_of_an_evaluation_source_of_the_same_name_is_refused(
     tmp_path: Path,
     training: Recipe,
     documents: Write,
@@ -67,7 +67,7 @@ def test_another_content_under_the_name_of_an_evaluation_source_is_refused(
     [{"textField": "title"}, {"type": "text", "document": "line"}],
     ids=["another field", "another type"],
 )
-def test_the_same_files_read_as_other_documents_are_refused_under_the_same_name(
+def test_the_same_files_read_as_other_documents_under_the_same_name_are_refused(
     tmp_path: Path,
     training: Recipe,
     documents: Write,

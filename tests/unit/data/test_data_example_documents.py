@@ -36,7 +36,7 @@ def write(folder: Path, rows: list[Any], *arguments: str) -> list[str]:
 
 @pytest.mark.acceptance("number-C-58")
 @pytest.mark.capability("C-58")
-def test_fields_are_tagged_rounded_cut_and_left_out(tmp_path: Path) -> None:
+def test_fields_are_tagged_rounded_shortened_and_omitted(tmp_path: Path) -> None:
     [text] = write(tmp_path, [MOLECULE])
     for part in (
         "[CID]12[/CID]",
@@ -50,7 +50,7 @@ def test_fields_are_tagged_rounded_cut_and_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.capability("C-58")
-def test_what_is_drawn_follows_from_seed_pass_and_content_alone(tmp_path: Path) -> None:
+def test_drawn_documents_depend_only_on_seed_pass_and_content(tmp_path: Path) -> None:
     others = [{**MOLECULE, "CID": number} for number in range(200)]
     texts = write(tmp_path, others)
     # Neither the lines beside it nor a string around it change a document.
@@ -66,7 +66,7 @@ def test_what_is_drawn_follows_from_seed_pass_and_content_alone(tmp_path: Path) 
 
 
 @pytest.mark.capability("C-7", "C-59")
-def test_an_assay_is_cut_into_documents_that_each_have_its_description(
+def test_an_assay_is_split_into_documents_with_its_description(
     tmp_path: Path,
 ) -> None:
     values = [{"SMILES": "C" * 9, "value": 1.0 + number} for number in range(30)]
@@ -82,7 +82,7 @@ def test_an_assay_is_cut_into_documents_that_each_have_its_description(
     ("row", "kind", "said"),
     [([1], "computed", "any field"), (MOLECULE, "assay", "description and values")],
 )
-def test_a_line_that_is_no_such_object_is_named(
+def test_a_line_without_the_expected_object_is_reported(
     tmp_path: Path, row: Any, kind: str, said: str
 ) -> None:
     with pytest.raises(SystemExit, match=f"is no object with {said}"):
@@ -91,7 +91,7 @@ def test_a_line_that_is_no_such_object_is_named(
 
 @pytest.mark.acceptance("input-C-7", "input-2e-11")
 @pytest.mark.capability("C-7")
-def test_a_type_that_is_unknown_is_refused(
+def test_an_unknown_type_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "out.jsonl").write_text("kept", "utf-8")

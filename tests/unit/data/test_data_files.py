@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.capability("C-6")
-def test_a_folder_is_the_files_of_its_type_in_and_below_it_folder_by_folder(
+def test_a_folder_contains_the_files_of_its_type_recursively_in_folder_order(
     folder: Path,
 ) -> None:
     assert names(folder) == ["a/d.ndjson", "a-b/c.jsonl.zst", "a.jsonl.gz", "b.jsonl"]
@@ -76,7 +76,7 @@ def test_a_folder_is_the_files_of_its_type_in_and_below_it_folder_by_folder(
         ("*/e.txt", ["a/e.txt"]),
     ],
 )
-def test_a_pattern_is_the_files_that_match_it(
+def test_a_pattern_contains_the_files_that_match_it(
     folder: Path, pattern: str, found: list[str]
 ) -> None:
     if found:
@@ -88,7 +88,7 @@ def test_a_pattern_is_the_files_that_match_it(
         )
 
 
-def test_a_file_whose_name_looks_like_a_pattern_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_file_whose_name_looks_like_a_pattern_is_used_literally(tmp_path: Path) -> None:
     path = tmp_path / "part[1].jsonl"
     path.write_text("{}")
     (tmp_path / "part1.jsonl").write_text("{}")
@@ -104,7 +104,7 @@ def test_links_to_folders_are_followed_and_loops_end(folder: Path, tmp_path: Pat
     assert names(folder)[-1] == "linked/z.jsonl"
 
 
-def test_the_order_of_files_is_that_of_their_names_and_not_of_the_disk(
+def test_files_are_ordered_by_name_and_not_by_the_disk(
     tmp_path: Path,
 ) -> None:
     wanted = [f"{number:02}.jsonl" for number in range(40)]
@@ -113,7 +113,7 @@ def test_the_order_of_files_is_that_of_their_names_and_not_of_the_disk(
     assert names(tmp_path) == wanted
 
 
-def test_what_is_wrong_with_a_folder_or_pattern_is_said(folder: Path) -> None:
+def test_problems_of_a_folder_or_pattern_are_reported(folder: Path) -> None:
     assert message(folder / "none" / "*.jsonl") == (
         f"{folder / 'none'}: does not exist; {FIELD}.path names it. "
         "Check the path; it is relative to the manifest's directory."
@@ -126,7 +126,7 @@ def test_what_is_wrong_with_a_folder_or_pattern_is_said(folder: Path) -> None:
     assert message(folder, "parquet").startswith(f"{folder / 'a/f.parquet'}: is empty")
 
 
-def test_each_file_of_a_folder_that_cannot_be_used_is_named(folder: Path) -> None:
+def test_each_unusable_file_of_a_folder_is_reported(folder: Path) -> None:
     os.mkfifo(folder / "p.jsonl")
     (folder / "q.jsonl").symlink_to("nowhere")
     _, problems = find_files(entry(folder))
@@ -136,7 +136,7 @@ def test_each_file_of_a_folder_that_cannot_be_used_is_named(folder: Path) -> Non
     ]
 
 
-def test_empty_files_among_others_are_no_mistake(folder: Path) -> None:
+def test_empty_files_among_others_are_accepted(folder: Path) -> None:
     (folder / "b.jsonl").write_text("")
     assert names(folder)[-1] == "b.jsonl"
 
@@ -151,7 +151,7 @@ def test_more_files_than_can_be_recorded_are_refused(
     )
 
 
-def test_a_file_that_is_too_large_to_be_one_document_is_refused(
+def test_a_file_that_is_too_large_for_one_document_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "LARGEST_DOCUMENT", 0)
@@ -169,7 +169,7 @@ def test_compressed_token_ids_are_refused(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_that_two_stars_find_more_than_once_counts_once(
+def test_a_file_that_a_pattern_finds_more_than_once_counts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evergrad_trainer.data.preparation.files.MOST_FILES", 12)
@@ -197,7 +197,7 @@ def write_run(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "**/*.jsonl", "*/*.jsonl", "*/*/*.jsonl"])
-def test_what_runs_wrote_is_no_part_of_a_folder_or_pattern(
+def test_files_written_by_runs_are_excluded_from_a_folder_or_pattern(
     tmp_path: Path, path: str
 ) -> None:
     write_run(tmp_path / "runs" / "first")
@@ -215,7 +215,7 @@ def test_what_runs_wrote_is_no_part_of_a_folder_or_pattern(
 
 
 @pytest.mark.parametrize("path", ["", "**/*.jsonl", "*.jsonl"])
-def test_a_run_directory_that_a_path_names_has_data_beside_its_own_records(
+def test_a_run_directory_named_by_a_path_gives_its_data_without_its_records(
     tmp_path: Path, path: str
 ) -> None:
     write_run(tmp_path)
@@ -224,7 +224,7 @@ def test_a_run_directory_that_a_path_names_has_data_beside_its_own_records(
     assert find_files(entry(record)) == ((record,), [])
 
 
-def test_prepared_data_is_no_part_of_a_folder_or_pattern(tmp_path: Path) -> None:
+def test_prepared_data_is_excluded_from_a_folder_or_pattern(tmp_path: Path) -> None:
     for name in ("own.tokens", "mine/x/train-0.tokens", "other/x/train-0.tokens"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"\1\0\2\0")
@@ -239,7 +239,7 @@ def test_prepared_data_is_no_part_of_a_folder_or_pattern(tmp_path: Path) -> None
     assert [one.name for one in found] == ["train-0.tokens"]
 
 
-def test_a_bracket_in_the_folder_of_the_manifest_is_no_pattern(
+def test_a_bracket_in_the_folder_of_the_manifest_is_not_a_pattern(
     tmp_path: Path, training: Callable[..., Training]
 ) -> None:
     base = tmp_path / "run[1]"

@@ -94,7 +94,7 @@ HARMLESS = "{% set tools = tools or [] %}" + TALK
 @pytest.mark.parametrize(
     ("template", "tool_use"), [(TALK, "With tools: " + TALK), (HARMLESS, None)]
 )
-def test_a_run_goes_on_with_the_data_that_a_first_version_prepared(
+def test_a_run_continues_with_data_prepared_by_a_first_version(
     begun: Callable[..., tuple[Training, Prepared]],
     prepared_in: Prepare,
     tmp_path: Path,
@@ -134,7 +134,7 @@ SORTED = "{% if tools %}{{ tools | tojson(sort_keys=true) }}{% endif %}" + TALK
     ],
     ids=["tool_use", "is defined", "tojson", "harmless"],
 )
-def test_data_of_a_first_version_that_are_gone_become_the_same_tokens_again(
+def test_deleted_data_of_a_first_version_is_prepared_to_the_same_tokens_again(
     begun: Callable[..., tuple[Training, Prepared]],
     prepared_in: Prepare,
     tmp_path: Path,
@@ -155,7 +155,7 @@ def test_data_of_a_first_version_that_are_gone_become_the_same_tokens_again(
     assert text_of(prepared_in(recipe).sources[0]) == now
 
 
-def test_a_template_that_was_changed_since_a_first_version_is_refused(
+def test_a_template_that_changed_since_a_first_version_is_refused(
     begun: Callable[..., tuple[Training, Prepared]], tmp_path: Path
 ) -> None:
     recipe, recorded = begun(HARMLESS, tool_use=TALK)
@@ -165,7 +165,7 @@ def test_a_template_that_was_changed_since_a_first_version_is_refused(
         check_unchanged(recorded, recipe, **where(tmp_path))
 
 
-def test_a_run_that_the_second_rule_began_continues_with_its_text(
+def test_a_run_that_started_with_the_second_rule_continues_with_its_text(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     """Its fingerprint, as Evergrad at 10950962 computed it, of rows that the third rule reads otherwise."""
@@ -189,7 +189,7 @@ def test_a_run_that_the_second_rule_began_continues_with_its_text(
     assert text_of(fresh) == "2+2?;4;2+2?;r4;2+2?;;"
 
 
-def test_rows_without_a_template_have_the_fingerprint_that_they_had(
+def test_rows_without_a_template_keep_their_fingerprint(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     (tmp_path / "docs.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')

@@ -75,7 +75,7 @@ def shards(tmp_path: Path, documents: Write, topics: list[str]) -> Path:
 
 @pytest.mark.capability("C-6")
 @pytest.mark.parametrize("path", ["shards", "shards/*.jsonl", "**/*.jsonl"])
-def test_the_files_of_a_folder_or_pattern_are_one_source_in_the_order_of_their_names(
+def test_the_files_of_a_folder_or_pattern_are_one_source_in_name_order(
     training: Recipe, topics: list[str], prepared_in: Prepare, shards: Path, path: str
 ) -> None:
     (source,) = prepared_in(one_source(training, path)).sources
@@ -86,7 +86,7 @@ def test_the_files_of_a_folder_or_pattern_are_one_source_in_the_order_of_their_n
     assert [file.lines for file in source.files] == [10] * 5
 
 
-def test_what_is_recorded_of_a_folder_goes_through_json_and_of_one_file_is_as_before(
+def test_the_record_of_a_folder_is_json_and_of_one_file_is_unchanged(
     tmp_path: Path, training: Recipe, prepared_in: Prepare, shards: Path
 ) -> None:
     prepared = prepared_in(one_source(training, "shards"))
@@ -96,7 +96,7 @@ def test_what_is_recorded_of_a_folder_goes_through_json_and_of_one_file_is_as_be
 
 
 @pytest.mark.parametrize("ending", PACKED)
-def test_compressed_files_give_the_bytes_of_the_plain_ones_and_are_the_same_data(
+def test_compressed_files_give_the_same_bytes_and_the_same_data_as_plain_files(
     tmp_path: Path,
     training: Recipe,
     documents: Write,
@@ -128,7 +128,7 @@ def test_compressed_files_give_the_bytes_of_the_plain_ones_and_are_the_same_data
 
 
 @pytest.mark.parametrize("ending", PACKED)
-def test_a_compressed_file_is_read_by_few_jobs_and_goes_on_after_an_interruption(
+def test_a_compressed_file_is_read_by_few_jobs_and_resumes_after_an_interruption(
     tmp_path: Path,
     training: Recipe,
     documents: Write,
@@ -162,7 +162,7 @@ def test_a_compressed_file_is_read_by_few_jobs_and_goes_on_after_an_interruption
     assert sum(jobs) == len(source.train.shards) - done
 
 
-def test_a_compressed_file_that_was_cut_short_is_named(
+def test_a_truncated_compressed_file_is_reported(
     tmp_path: Path,
     training: Recipe,
     documents: Write,
@@ -177,7 +177,7 @@ def test_a_compressed_file_that_was_cut_short_is_named(
     )
 
 
-def test_a_tar_archive_is_recognised_inside_of_its_compression(
+def test_a_tar_archive_is_detected_inside_its_compression(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
     header = b"a.jsonl".ljust(257, b"\0") + b"ustar\x0000"
@@ -188,7 +188,7 @@ def test_a_tar_archive_is_recognised_inside_of_its_compression(
 
 
 @pytest.mark.capability("O-78")
-def test_plain_text_files_are_a_document_each_or_a_document_a_line(
+def test_plain_text_files_are_one_document_each_or_one_document_per_line(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
     folder = tmp_path / "texts"
@@ -207,7 +207,7 @@ def test_plain_text_files_are_a_document_each_or_a_document_a_line(
     assert whole.fingerprint != lines.fingerprint
 
 
-def test_a_text_file_that_is_not_utf8_is_named_and_can_be_skipped(
+def test_a_text_file_that_is_not_utf8_is_reported_and_can_be_skipped(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
     folder = tmp_path / "texts"
@@ -226,7 +226,7 @@ def test_a_text_file_that_is_not_utf8_is_named_and_can_be_skipped(
     assert (texts_of(source.train), source.malformed) == (["fine"], 1)
 
 
-def test_a_text_that_begins_like_an_archive_is_text(
+def test_a_text_that_starts_like_an_archive_is_text(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
     (tmp_path / "a.txt").write_text("BZh was here\nPAR1 too \\ud800\n")
@@ -236,7 +236,7 @@ def test_a_text_that_begins_like_an_archive_is_text(
     assert texts_of(source.train) == ["BZh was here", "PAR1 too \\ud800"]
 
 
-def test_a_malformed_line_is_named_with_its_own_file_and_line(
+def test_a_malformed_line_is_reported_with_its_own_file_and_line(
     training: Recipe, prepared_in: Prepare, shards: Path
 ) -> None:
     path = shards / "3.jsonl"
@@ -277,7 +277,7 @@ def test_a_folder_without_a_document_is_refused(
         ),
     ],
 )
-def test_a_folder_that_changed_is_refused_by_a_resumed_run_with_the_files_that_differ(
+def test_a_resumed_run_refuses_a_changed_folder_and_names_the_differing_files(
     tmp_path: Path,
     training: Recipe,
     prepared_in: Prepare,
@@ -298,7 +298,7 @@ def test_a_folder_that_changed_is_refused_by_a_resumed_run_with_the_files_that_d
     )
 
 
-def test_a_file_that_comes_after_the_comparison_is_found_in_what_was_prepared(
+def test_a_file_added_after_the_comparison_is_detected_in_the_prepared_data(
     tmp_path: Path, training: Recipe, prepared_in: Prepare, shards: Path
 ) -> None:
     recipe = one_source(training, "shards")
@@ -313,7 +313,7 @@ def test_a_file_that_comes_after_the_comparison_is_found_in_what_was_prepared(
     )
 
 
-def test_files_that_are_named_anew_in_the_same_order_are_the_same_data(
+def test_renamed_files_in_the_same_order_are_the_same_data(
     tmp_path: Path, training: Recipe, prepared_in: Prepare, shards: Path
 ) -> None:
     recipe = one_source(training, "shards")
@@ -343,7 +343,7 @@ def test_a_folder_of_one_file_is_the_same_data_as_the_file(
 
 
 @pytest.mark.capability("O-78")
-def test_files_of_tokens_are_one_sequence_and_its_end_is_held_out(
+def test_token_files_are_one_sequence_and_its_end_is_held_out(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
     ids = np.arange(100, dtype="<u2")
@@ -364,7 +364,7 @@ def test_files_of_tokens_are_one_sequence_and_its_end_is_held_out(
     assert message.startswith(f"{tmp_path / '2.bin'}: token 2 is 999;")
 
 
-def test_a_sample_is_described_with_its_file_and_its_line_there(
+def test_a_sample_is_described_with_its_file_and_its_line_in_the_file(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
     (tmp_path / "d").mkdir()
@@ -403,7 +403,7 @@ def note_scans(monkeypatch: pytest.MonkeyPatch, *, failing: int = 0) -> list[str
     return read
 
 
-def test_a_scan_of_a_folder_reads_again_only_what_changed(
+def test_a_second_scan_of_a_folder_reads_only_changed_files(
     tmp_path: Path,
     training: Recipe,
     prepared_in: Prepare,
@@ -419,7 +419,7 @@ def test_a_scan_of_a_folder_reads_again_only_what_changed(
     assert len(list((tmp_path / "prepared" / ".scans").iterdir())) == 1
 
 
-def test_a_scan_that_ends_in_an_error_forgets_no_file_that_it_did_not_reach(
+def test_a_scan_that_ends_with_an_error_forgets_no_file_that_it_did_not_reach(
     training: Recipe,
     prepared_in: Prepare,
     shards: Path,
@@ -436,7 +436,7 @@ def test_a_scan_that_ends_in_an_error_forgets_no_file_that_it_did_not_reach(
     assert read == ["0.jsonl", "1.jsonl", "1.jsonl"]
 
 
-def test_a_file_that_was_young_when_it_was_read_is_read_again(
+def test_a_file_that_was_recently_written_when_read_is_read_again(
     training: Recipe,
     prepared_in: Prepare,
     shards: Path,
@@ -450,7 +450,7 @@ def test_a_file_that_was_young_when_it_was_read_is_read_again(
     assert len(read) == 10
 
 
-def test_chunks_of_many_files_are_of_a_like_size_and_bounded_in_number(
+def test_chunks_of_many_files_have_similar_sizes_and_a_bounded_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stat = Stat(0, 0, 0)

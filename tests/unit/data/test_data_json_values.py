@@ -36,7 +36,7 @@ def texts_of(prepared: Prepared) -> list[str]:
 
 
 @pytest.mark.parametrize("extra", [DIGITS, DEEP, f'["\\ud800", {DIGITS}]'])
-def test_a_line_with_a_huge_value_in_a_key_that_is_not_read_gives_its_text(
+def test_a_line_with_a_huge_value_in_an_unused_key_gives_its_text(
     training: Recipe, prepared_in: Prepare, tmp_path: Path, extra: str
 ) -> None:
     lines = [f'{{"text": "one", "x": {extra}}}', f' {{"x": {extra} , "text" : "two"}} ']
@@ -45,7 +45,7 @@ def test_a_line_with_a_huge_value_in_a_key_that_is_not_read_gives_its_text(
 
 
 @pytest.mark.parametrize("extra", [DIGITS, DEEP])
-def test_a_row_with_a_huge_value_that_its_template_is_given_is_refused_by_name(
+def test_a_row_with_a_huge_value_for_its_template_is_refused_by_name(
     training: Recipe, prepared_in: Prepare, tmp_path: Path, extra: str
 ) -> None:
     said = '[{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "b"}]'
@@ -83,7 +83,7 @@ def test_a_text_field_may_be_a_path(
     assert texts_of(prepared_in(training(data={"sources": [source]}))) == [expected]
 
 
-def test_a_path_that_leads_nowhere_is_named(
+def test_a_path_to_a_missing_key_is_reported(
     training: Recipe, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     (tmp_path / "docs.jsonl").write_text('{"a": "text"}\n')
@@ -118,7 +118,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("text", VALUES)
-def test_both_readers_give_what_json_gives(text: str) -> None:
+def test_both_parsers_return_the_same_as_json(text: str) -> None:
     expected = repr(json.loads(text))
     assert repr(parse_json(text)) == expected
     value, end = json_values._scan_deep(text, len(text) - len(text.lstrip()))
@@ -126,7 +126,7 @@ def test_both_readers_give_what_json_gives(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_both_readers_refuse_what_json_refuses(text: str) -> None:
+def test_both_parsers_refuse_the_same_as_json(text: str) -> None:
     with pytest.raises(json.JSONDecodeError) as expected:
         json.loads(text)
     with pytest.raises(json.JSONDecodeError) as ours:
@@ -137,7 +137,7 @@ def test_both_readers_refuse_what_json_refuses(text: str) -> None:
         parse_json(deep)
 
 
-def test_a_number_with_many_digits_is_no_error() -> None:
+def test_a_number_with_many_digits_is_accepted() -> None:
     value: Any = parse_json(f"[{DIGITS}, -{DIGITS}, {DIGITS}.5]")
     assert [type(one) for one in value] == [LongNumber, LongNumber, float]
     assert value[0].digits == 5000 and math.isinf(value[2])

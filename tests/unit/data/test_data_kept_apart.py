@@ -14,7 +14,7 @@ from evergrad_trainer.data.tokenizers import BYTE_END
 _, E = IGNORE_INDEX, BYTE_END
 
 
-def test_positions_begin_anew_behind_each_end() -> None:
+def test_positions_restart_after_each_document_end() -> None:
     ends = np.array([[0, 0, 1, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0, 1]], dtype=np.bool_)
     assert positions_behind(ends).tolist() == [
         [0, 1, 2, 0, 1, 0, 0, 1],
@@ -22,7 +22,7 @@ def test_positions_begin_anew_behind_each_end() -> None:
     ]
 
 
-def test_an_end_predicts_nothing_and_a_document_that_is_cut_begins_anew(
+def test_an_end_predicts_nothing_and_a_split_document_restarts(
     training: Callable[..., Training],
     documents: Callable[[Path, Sequence[str]], Path],
     prepared_in: Callable[..., Prepared],
@@ -47,7 +47,7 @@ def test_an_end_predicts_nothing_and_a_document_that_is_cut_begins_anew(
 
 
 @pytest.mark.parametrize("is_apart", [True, False])
-def test_windows_are_the_same_tokens_whether_or_not_documents_are_kept_apart(
+def test_windows_have_the_same_tokens_with_and_without_separated_documents(
     training: Callable[..., Training],
     documents: Callable[[Path, Sequence[str]], Path],
     prepared_in: Callable[..., Prepared],

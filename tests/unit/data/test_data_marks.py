@@ -48,7 +48,7 @@ def with_paris(*, trims: bool) -> Tokenizer:
         ("is Paris", " P", ["Ġ", "P", END], 3),
     ],
 )
-def test_a_token_that_reaches_into_a_completion_is_learned_and_none_before_it(
+def test_a_token_that_overlaps_a_completion_is_learned_and_earlier_tokens_are_not(
     training: Make,
     prepared_in: Prepare,
     tmp_path: Path,
@@ -81,7 +81,7 @@ def test_a_token_that_reaches_into_a_completion_is_learned_and_none_before_it(
     assert prompts.read([0]).tensors[PROMPT_LENGTH].tolist() == [prompt_length]
 
 
-def test_the_marks_of_a_token_across_a_border_are_those_of_transformers() -> None:
+def test_the_marks_of_a_token_across_a_boundary_match_transformers() -> None:
     template = (
         "{% for message in messages %}{% if message.role == 'assistant' %}answer: "
         "{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}"
@@ -103,9 +103,7 @@ def test_the_marks_of_a_token_across_a_border_are_those_of_transformers() -> Non
     assert sum(expected["assistant_masks"]) == 2
 
 
-def test_tokens_of_a_part_of_a_character_and_of_none_are_marked_by_where_they_stand() -> (
-    None
-):
+def test_tokens_of_partial_or_no_characters_are_marked_by_their_offset() -> None:
     text = MarkedText("aébc", (MarkedSpan(1, 2), MarkedSpan(2, 2), MarkedSpan(3, 4)))
     offsets = [(0, 0), (0, 1), (1, 2), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (4, 4)]
     assert marks_of(text, offsets).astype(int).tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 0]
@@ -113,7 +111,7 @@ def test_tokens_of_a_part_of_a_character_and_of_none_are_marked_by_where_they_st
     assert marks_of(text, []).tolist() == []
 
 
-def test_rows_are_prepared_anew_for_another_rule_of_marks(
+def test_rows_are_prepared_again_for_another_rule_of_marks(
     training: Make, prepared_in: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')

@@ -64,7 +64,7 @@ def test_a_tool_call_needs_no_content(template: str, more: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 @pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
-def test_reasoning_has_the_names_that_transformers_gives_it(name: str, read: str) -> None:
+def test_reasoning_has_the_field_names_of_transformers(name: str, read: str) -> None:
     template = PLAIN.replace("reasoning_content", read)
     text = render(template, answer(content="4", **{name: "two and two"}))
     assert text == "<user>hi;<assistant>two and two4;"
@@ -79,7 +79,7 @@ PARTS = [{"type": "text", "text": "the "}, {"type": "text", "text": "answer"}]
 
 @pytest.mark.parametrize("template", [PLAIN, STRICT, ONLY_PARTS])
 @pytest.mark.parametrize("content", ["the answer", PARTS, ["the ", "answer"]])
-def test_a_content_is_a_text_or_parts_whatever_the_template_knows(
+def test_content_may_be_text_or_parts_with_any_template(
     template: str, content: Any
 ) -> None:
     text = render(template, answer(content=content))
@@ -107,14 +107,14 @@ def test_a_content_is_a_text_or_parts_whatever_the_template_knows(
     ],
 )
 @pytest.mark.parametrize("field", ["conversations", "messages"])
-def test_speakers_under_from_are_read(
+def test_roles_under_the_key_from_are_read(
     speakers: list[tuple[str, str]], expected: str, field: str
 ) -> None:
     row = {field: [{"from": name, "value": said} for name, said in speakers]}
     assert render(PLAIN, row) == expected
 
 
-def test_conversations_are_not_read_where_the_row_is_a_prompt() -> None:
+def test_conversations_are_not_read_from_rows_with_a_prompt() -> None:
     row = {"prompt": "a", "completion": "b", "conversations": []}
     assert render(PLAIN, row) == "ab"
 
@@ -146,13 +146,13 @@ def test_conversations_are_not_read_where_the_row_is_a_prompt() -> None:
         ({"role": "user", "content": {"a": 1}}, "messages[0].content is no text"),
     ],
 )
-def test_a_message_that_is_none_is_described(message: dict[str, Any], said: str) -> None:
+def test_an_invalid_message_is_described(message: dict[str, Any], said: str) -> None:
     with pytest.raises(RowError) as refused:
         render(PLAIN, {"messages": [message, {"role": "assistant", "content": "a"}]})
     assert f"{refused.value.what}; {refused.value.why}".startswith(said)
 
 
-def test_a_template_that_writes_the_date_takes_the_manifests(
+def test_a_template_that_writes_the_date_uses_the_date_of_the_manifest(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     template = "Today: {{ strftime_now('%Y-%m-%d %d %b') }} " + PLAIN
@@ -178,7 +178,7 @@ def test_a_template_that_writes_the_date_takes_the_manifests(
     )
 
 
-def test_parts_of_messages_that_a_template_leaves_out_are_counted(
+def test_message_parts_that_a_template_omits_are_counted(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     """Reasoning of an earlier turn, and calls; what is written in another form is there."""
@@ -244,7 +244,7 @@ TALK = [
     ],
     ids=["closes", "thinks", "opens", "returns"],
 )
-def test_turns_are_found_where_a_longer_conversation_is_written_in_another_way(
+def test_turns_are_found_although_a_longer_conversation_is_rendered_differently(
     template: str, expected: list[str]
 ) -> None:
     text = ChatTemplate(template, (("eos_token", "<eos>"),)).render(TALK, {})
@@ -254,7 +254,7 @@ def test_turns_are_found_where_a_longer_conversation_is_written_in_another_way(
     )
 
 
-def test_a_turn_of_calls_is_found_where_its_text_depends_on_what_follows() -> None:
+def test_a_tool_call_turn_is_found_although_its_text_depends_on_later_turns() -> None:
     talk = [
         TALK[0],
         {"role": "assistant", "tool_calls": [CALL]},
@@ -275,6 +275,6 @@ def test_a_turn_of_calls_is_found_where_its_text_depends_on_what_follows() -> No
         "{% for m in messages | reverse %}{{ m.content }}{{ messages | length }}{% endfor %}",
     ],
 )
-def test_a_turn_that_is_not_certain_is_refused(template: str) -> None:
+def test_an_ambiguous_turn_is_refused(template: str) -> None:
     with pytest.raises(ChatTemplateError, match=r"needs {% generation %} blocks .* trl"):
         ChatTemplate(template, (("eos_token", "<eos>"),)).render(TALK, {})

@@ -17,7 +17,7 @@ def locate_first(mixture: Mixture, count: int) -> list[SampleId]:
     return [mixture.locate(position) for position in range(count)]
 
 
-def test_the_mixture_is_a_contract_and_its_values_never_change() -> None:
+def test_the_values_of_the_mixture_never_change() -> None:
     mixture = Mixture([1000, 77, 5], weights=[0.7, 0.2, 0.1], seed=11)
     assert mixture.shares == (45875, 13107, 6554)
     golden = {
@@ -36,7 +36,7 @@ def test_the_mixture_is_a_contract_and_its_values_never_change() -> None:
 
 
 @pytest.mark.acceptance("number-C-32")
-def test_two_sources_of_equal_weight_take_turns() -> None:
+def test_two_sources_of_equal_weight_alternate() -> None:
     located = locate_first(Mixture([10, 10], weights=[1, 1], seed=0), 8)
     sources = [sample.source for sample in located]
     assert sorted(sources[:2]) == [0, 1]
@@ -47,7 +47,7 @@ def test_two_sources_of_equal_weight_take_turns() -> None:
 @pytest.mark.capability("T-51")
 @settings(max_examples=15, deadline=None)
 @given(weights)
-def test_every_prefix_is_within_one_sample_of_the_wanted_shares(
+def test_every_prefix_is_within_one_sample_of_the_requested_shares(
     values: list[float],
 ) -> None:
     mixture = Mixture([10**9] * len(values), weights=values, seed=0)
@@ -61,7 +61,9 @@ def test_every_prefix_is_within_one_sample_of_the_wanted_shares(
 @pytest.mark.acceptance("8d-8g", "number-T-29")
 @settings(max_examples=50, deadline=None)
 @given(weights)
-def test_shares_add_up_and_are_within_one_of_the_exact_ones(values: list[float]) -> None:
+def test_shares_sum_to_the_total_and_are_within_one_of_the_exact_shares(
+    values: list[float],
+) -> None:
     shares = quantise_weights(values)
     assert sum(shares) == PERIOD
     assert all(
@@ -73,13 +75,13 @@ def test_shares_add_up_and_are_within_one_of_the_exact_ones(values: list[float])
 @pytest.mark.capability("G-66")
 @settings(max_examples=20, deadline=None)
 @given(values=weights, position=st.integers(0, 3 * PERIOD))
-def test_counts_in_closed_form_equal_counting(values: list[float], position: int) -> None:
+def test_closed_form_counts_equal_counting(values: list[float], position: int) -> None:
     mixture = Mixture([10**6] * len(values), weights=values, seed=3)
     sources = np.resize(mixture._source_at, position).astype(int)
     assert mixture.cursor(position) == np.bincount(sources, minlength=len(values)).tolist()
 
 
-def test_one_source_is_its_permutations_one_epoch_after_the_other() -> None:
+def test_one_source_gives_its_permutations_epoch_after_epoch() -> None:
     mixture = Mixture([10], weights=[0.3], seed=9)
     for position in range(35):
         epoch, index = divmod(position, 10)
@@ -88,7 +90,7 @@ def test_one_source_is_its_permutations_one_epoch_after_the_other() -> None:
     assert mixture.cursor(35) == [35]
 
 
-def test_each_window_appears_exactly_once_in_each_epoch_of_its_source() -> None:
+def test_each_window_appears_exactly_once_per_epoch_of_its_source() -> None:
     sizes = [100, 33, 1]
     mixture = Mixture(sizes, weights=[5, 2, 0.1], seed=1)
     located = locate_first(mixture, PERIOD)
@@ -103,7 +105,9 @@ def test_each_window_appears_exactly_once_in_each_epoch_of_its_source() -> None:
 
 
 @pytest.mark.acceptance("8d-8g")
-def test_a_weight_too_small_to_be_kept_is_refused_with_the_smallest_that_would_do() -> None:
+def test_a_weight_that_is_too_small_is_refused_with_the_smallest_sufficient_weight() -> (
+    None
+):
     with pytest.raises(ConfigurationError) as caught:
         quantise_weights([1.0, 1e-7])
     message = str(caught.value)
@@ -119,7 +123,7 @@ def test_a_source_without_windows_is_refused() -> None:
         Mixture([3, 0], weights=[1, 1], seed=0)
 
 
-def test_a_position_after_a_billion_samples_is_found() -> None:
+def test_a_position_after_a_billion_samples_can_be_located() -> None:
     mixture = Mixture([10**9, 10**8, 10**7], weights=[0.7, 0.2, 0.1], seed=0)
     assert sum(mixture.cursor(10**9)) == 10**9
     assert mixture.locate(10**9).epoch in (0, 1, 9, 10)

@@ -50,7 +50,7 @@ GOLDEN = [
 
 
 @pytest.mark.parametrize(("key", "first", "last"), GOLDEN)
-def test_the_order_is_a_contract_and_its_values_never_change(
+def test_the_values_of_the_order_never_change(
     key: tuple[int, ...], first: list[int], last: int
 ) -> None:
     seed, source, epoch, size = key
@@ -59,7 +59,7 @@ def test_the_order_is_a_contract_and_its_values_never_change(
     assert permutation(size - 1) == last
 
 
-def test_hashes_of_sample_ids_are_a_contract_and_never_change() -> None:
+def test_the_hashes_of_sample_ids_never_change() -> None:
     assert [absorb(), absorb(0), absorb(1, 2, 3)] == [
         0,
         0xE220A8397B1DCDAF,
@@ -86,7 +86,9 @@ def test_every_permutation_of_any_size_is_a_bijection(
 
 @settings(max_examples=60, deadline=None)
 @given(seed=seeds, size=st.integers(1, 2**40), data=st.data())
-def test_many_at_once_equals_one_by_one(seed: int, size: int, data: st.DataObject) -> None:
+def test_a_vectorized_permutation_equals_the_scalar_one(
+    seed: int, size: int, data: st.DataObject
+) -> None:
     permutation = Permutation(seed=seed, source=1, epoch=2, size=size)
     indices = data.draw(st.lists(st.integers(0, size - 1), max_size=40))
     assert permutation.many(np.array(indices, dtype=np.uint64)).tolist() == [
@@ -97,7 +99,7 @@ def test_many_at_once_equals_one_by_one(seed: int, size: int, data: st.DataObjec
 
 @pytest.mark.acceptance("input-3e-17")
 @pytest.mark.capability("G-61")
-def test_seed_source_and_epoch_each_give_another_order() -> None:
+def test_seed_source_and_epoch_each_change_the_order() -> None:
     base = {"seed": 7, "source": 0, "epoch": 0, "size": 1000}
     indices = np.arange(1000, dtype=np.uint64)
     orders = {
@@ -123,7 +125,7 @@ def test_small_permutations_are_uniform(size: int) -> None:
     assert deviation < 4.5
 
 
-def test_neighbours_of_a_large_permutation_are_unrelated() -> None:
+def test_neighbours_in_a_large_permutation_are_uncorrelated() -> None:
     images = (
         Permutation(seed=5, source=0, epoch=3, size=10**9)
         .many(np.arange(100_000, dtype=np.uint64))
@@ -134,7 +136,7 @@ def test_neighbours_of_a_large_permutation_are_unrelated() -> None:
     assert ((histogram - 1000) ** 2 / 1000).sum() < 170  # 99 degrees of freedom
 
 
-def test_a_position_in_a_thousand_billion_samples_is_found() -> None:
+def test_a_position_in_a_trillion_samples_can_be_located() -> None:
     assert 0 <= Permutation(seed=1, source=0, epoch=0, size=2**40)(2**40 - 1) < 2**40
 
 
@@ -144,7 +146,7 @@ def test_impossible_sizes_are_refused(size: int) -> None:
         Permutation(seed=0, source=0, epoch=0, size=size)
 
 
-def test_indices_outside_are_refused() -> None:
+def test_indices_out_of_range_are_refused() -> None:
     permutation = Permutation(seed=0, source=0, epoch=0, size=10)
     for index in (-1, 10):
         with pytest.raises(IndexError, match="outside"):

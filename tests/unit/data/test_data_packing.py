@@ -12,7 +12,7 @@ def members(bins: Bins) -> list[list[int]]:
     return [bins.of(number) for number in range(len(bins))]
 
 
-def test_each_row_goes_where_it_leaves_the_least_room() -> None:
+def test_each_row_is_packed_where_it_leaves_the_least_space() -> None:
     # 5, 4, 3, 3, 2: 5 and 4 begin samples; 3 fills the second; the other 3 begins one; 2 fills the first.
     assert members(pack(np.array([3, 5, 2, 4, 3]), capacity=7)) == [[1, 2], [3, 0], [4]]
 
@@ -22,7 +22,7 @@ def test_rows_of_one_size_keep_their_order() -> None:
 
 
 @given(some.lists(some.integers(1, 40), max_size=200))
-def test_each_row_is_in_one_sample_none_is_too_full_and_few_are_half_empty(
+def test_each_row_is_in_one_sample_and_samples_are_mostly_full(
     sizes: list[int],
 ) -> None:
     found = members(pack(np.array(sizes, dtype=np.int64), capacity=40))
@@ -38,7 +38,7 @@ def test_a_row_that_does_not_fit_is_refused() -> None:
         pack(np.array([1, 9]), capacity=8)
 
 
-def test_rows_by_themselves_are_as_many_samples() -> None:
+def test_without_packing_each_row_is_one_sample() -> None:
     assert members(one_each(3)) == [[0], [1], [2]]
     with pytest.raises(IndexError, match="sample 3 of 3"):
         one_each(3).of(3)

@@ -86,7 +86,7 @@ def read(recipe: Training, prepared: Prepared) -> list[list[tuple[list[int], lis
 
 
 @pytest.mark.capability("A-80", "T-52")
-def test_both_completions_follow_the_prompt_and_only_they_are_learned(
+def test_both_completions_follow_the_prompt_and_only_completions_are_learned(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(
@@ -105,7 +105,7 @@ def test_both_completions_follow_the_prompt_and_only_they_are_learned(
 
 @pytest.mark.parametrize("template", [TEMPLATE, BLOCKS])
 @pytest.mark.parametrize("has_prompt", [True, False])
-def test_turns_of_the_prompt_are_no_completion(
+def test_turns_of_the_prompt_are_not_learned_as_completion(
     training: Make, prepared_in: Prepare, tmp_path: Path, template: str, has_prompt: bool
 ) -> None:
     """A prompt of its own, and one that is what both conversations begin with."""
@@ -196,7 +196,7 @@ def test_turns_of_the_prompt_are_no_completion(
         ),
     ],
 )
-def test_a_row_that_is_no_pair_is_refused_with_file_and_line(
+def test_a_row_that_is_not_a_pair_is_refused_with_file_and_line(
     training: Make, prepared_in: Prepare, tmp_path: Path, row: Any, said: str
 ) -> None:
     write(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"}, row)
@@ -205,7 +205,7 @@ def test_a_row_that_is_no_pair_is_refused_with_file_and_line(
     assert f"pairs.jsonl:2: {said}" in str(refused.value)
 
 
-def test_a_prompt_that_stands_in_both_conversations_too_is_left_to_them(
+def test_a_prompt_that_both_conversations_contain_is_not_added_again(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(tmp_path, {"prompt": "a", "chosen": turns("a", "b"), "rejected": turns("a", "c")})
@@ -218,7 +218,7 @@ def test_a_prompt_that_stands_in_both_conversations_too_is_left_to_them(
     )
 
 
-def test_an_answer_that_only_calls_a_tool_is_not_empty(
+def test_an_answer_with_only_a_tool_call_is_not_empty(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     call = {"role": "assistant", "content": "", "tool_calls": ["f"]}
@@ -232,7 +232,7 @@ def test_an_answer_that_only_calls_a_tool_is_not_empty(
 
 
 @pytest.mark.acceptance("8d-12d:preference")
-def test_pairs_that_are_none_are_counted_where_the_file_lets_them_pass(
+def test_invalid_pairs_are_counted_if_the_file_permits_them(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(
@@ -251,7 +251,7 @@ def test_pairs_that_are_none_are_counted_where_the_file_lets_them_pass(
     assert len(read(recipe, prepared)) == 1
 
 
-def test_a_prompt_is_cut_alike_in_both_rows(
+def test_a_prompt_is_truncated_equally_in_both_rows(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     """At the end of the row alone: what is left of a prompt is all of it, or the pair is left out."""
@@ -269,7 +269,7 @@ def test_a_prompt_is_cut_alike_in_both_rows(
     assert prepared.sources[0].skipped == {"truncated": 1, "leftOut": 1}
 
 
-def test_a_pair_of_which_a_row_is_too_long_is_cut_in_both_or_left_out(
+def test_a_pair_with_an_overlong_row_is_truncated_in_both_rows_or_omitted(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(
@@ -294,7 +294,7 @@ def test_a_pair_of_which_a_row_is_too_long_is_cut_in_both_or_left_out(
     assert found == {"truncated": 1, "leftOut": 2}
 
 
-def test_a_held_out_pair_is_held_out_whole(
+def test_a_held_out_pair_is_held_out_completely(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     rows = [
@@ -317,7 +317,7 @@ def test_a_held_out_pair_is_held_out_whole(
     assert sorted(seen) == list(range(20)) and len(source) == 5
 
 
-def test_pairs_of_a_parquet_file_under_other_names_are_the_same(
+def test_pairs_of_a_parquet_file_with_other_column_names_are_the_same(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     rows = [
@@ -338,7 +338,7 @@ def test_pairs_of_a_parquet_file_under_other_names_are_the_same(
     assert found[0] == found[1] and len(found[0]) == 2
 
 
-def test_rows_that_are_no_pairs_are_described_as_before_there_were_pairs(
+def test_the_description_of_rows_without_pairs_is_unchanged(
     training: Make, tmp_path: Path
 ) -> None:
     """Their description is a part of their fingerprint: what was prepared before is found again."""

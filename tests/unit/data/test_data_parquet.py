@@ -56,7 +56,7 @@ def message_of(prepare: Prepare, recipe: Training) -> str:
 @pytest.mark.parametrize(
     "kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
 )
-def test_the_texts_of_a_column_become_documents_in_the_order_of_the_rows(
+def test_the_texts_of_a_column_become_documents_in_row_order(
     tmp_path: Path, training: Recipe, topics: list[str], prepared_in: Prepare, kind: Any
 ) -> None:
     write(tmp_path / "a.parquet", topics, kind=kind)
@@ -79,7 +79,7 @@ def test_a_folder_of_parquet_files_is_one_source(
     assert items.describe(len(items) - 1) == "1.parquet, row 30"
 
 
-def test_another_column_can_hold_the_texts(
+def test_another_column_can_contain_the_texts(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
     pq.write_table(
@@ -89,7 +89,7 @@ def test_another_column_can_hold_the_texts(
     assert texts_of(source.train) == ["one", "two"]
 
 
-def test_rows_without_a_text_are_named_or_counted(
+def test_rows_without_a_text_are_reported_or_counted(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
     write(tmp_path / "a.parquet", ["one", "", None, "two"], rows=2)
@@ -106,7 +106,7 @@ def test_rows_without_a_text_are_named_or_counted(
     assert (source.skipped, source.malformed) == ({"emptyText": 1, "noText": 1}, 1)
 
 
-def test_a_row_that_is_not_utf8_is_named(
+def test_a_row_that_is_not_utf8_is_reported(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
     column = pa.array([b"fine", b"\xff", b"also"], type=pa.binary()).view(pa.string())
@@ -152,7 +152,7 @@ def test_a_column_of_lists_of_texts_is_refused(
     )
 
 
-def test_a_file_that_is_no_whole_parquet_file_is_named(
+def test_a_file_that_is_not_a_complete_parquet_file_is_reported(
     tmp_path: Path, training: Recipe, topics: list[str], prepared_in: Prepare
 ) -> None:
     path = write(tmp_path / "a.parquet", topics)
@@ -164,7 +164,7 @@ def test_a_file_that_is_no_whole_parquet_file_is_named(
         assert message.endswith("and copy it again if it was cut short or damaged.")
 
 
-def test_a_file_damaged_in_its_middle_is_named(
+def test_a_file_damaged_in_its_middle_is_reported(
     tmp_path: Path, training: Recipe, topics: list[str], prepared_in: Prepare
 ) -> None:
     path = write(tmp_path / "a.parquet", topics, rows=50)
@@ -180,7 +180,7 @@ def test_a_file_damaged_in_its_middle_is_named(
     assert message.startswith(f"{path}: cannot be read as a Parquet file; ")
 
 
-def test_without_pyarrow_the_message_says_what_to_install(
+def test_without_pyarrow_the_message_names_the_package_to_install(
     tmp_path: Path, training: Recipe, prepared_in: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.parquet", ["one"])
@@ -191,7 +191,7 @@ def test_without_pyarrow_the_message_says_what_to_install(
     )
 
 
-def test_row_groups_are_those_of_the_file_with_the_size_of_their_texts(
+def test_row_groups_are_read_from_the_file_with_the_size_of_their_texts(
     tmp_path: Path,
 ) -> None:
     path = write(tmp_path / "a.parquet", [f"{n}" * 100 for n in range(20)], rows=8)
@@ -200,7 +200,7 @@ def test_row_groups_are_those_of_the_file_with_the_size_of_their_texts(
     assert all(group.size > 800 for group in groups)
 
 
-def test_a_column_whose_name_is_a_path_comes_before_a_field_of_a_structure(
+def test_a_column_whose_name_is_a_path_takes_precedence_over_a_structure_field(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
     flat = [f"flat {number}" for number in range(20)]
@@ -223,7 +223,7 @@ def test_a_column_whose_name_is_a_path_comes_before_a_field_of_a_structure(
 
 
 @pytest.mark.parametrize("field", ["meta.none", "meta.text.more", "meta", "ids.text"])
-def test_a_path_that_leads_to_no_text_is_refused(
+def test_a_path_that_refers_to_no_text_is_refused(
     tmp_path: Path, training: Recipe, prepared_in: Prepare, field: str
 ) -> None:
     table = pa.table({"meta": [{"text": "a"}], "ids": [[{"text": "b"}]]})
@@ -236,7 +236,7 @@ def test_a_path_that_leads_to_no_text_is_refused(
 
 
 @pytest.mark.parametrize("rows", [None, {}])
-def test_two_columns_of_one_name_are_refused(
+def test_two_columns_with_one_name_are_refused(
     tmp_path: Path, training: Recipe, prepared_in: Prepare, rows: dict[str, Any] | None
 ) -> None:
     name = "text" if rows is None else "prompt"
@@ -258,7 +258,7 @@ def test_two_columns_of_one_name_are_refused(
 
 
 @pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
-def test_texts_that_are_not_marked_as_texts_are_read(
+def test_binary_texts_without_a_text_annotation_are_read(
     tmp_path: Path, training: Recipe, prepared_in: Prepare, kind: Any
 ) -> None:
     """As older writers leave them."""

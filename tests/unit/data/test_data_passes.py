@@ -57,7 +57,7 @@ def sources_of(mixture: PassMixture, positions: range) -> list[int]:
     return [mixture.locate(position).source for position in positions]
 
 
-def test_an_epoch_of_counts_is_spread_as_it_is_by_hand() -> None:
+def test_an_epoch_of_counts_is_spread_as_computed_by_hand() -> None:
     # The first source has (2q + 3) div 6 of the first q places: 0 0 1 1 1 2 2.
     assert sources_of(PassMixture([2, 4], counts=[2, 4], seed=0), range(6)) == [
         1,
@@ -76,7 +76,7 @@ def test_an_epoch_of_counts_is_spread_as_it_is_by_hand() -> None:
     ]
 
 
-def test_the_order_of_passes_is_a_contract_and_its_values_never_change() -> None:
+def test_the_values_of_the_pass_order_never_change() -> None:
     mixture = PassMixture([1000, 77, 5], counts=[1000, 154, 3], seed=11)
     golden = {
         position: (mixture.locate(position), mixture.cursor(position))
@@ -106,7 +106,7 @@ SETTINGS_OF_ORDER = pytest.mark.parametrize(
 
 
 @SETTINGS_OF_ORDER
-def test_a_step_has_the_same_samples_whoever_reads_its_slots_and_wherever_a_run_begins(
+def test_a_step_has_the_same_samples_for_any_reader_of_its_slots_and_any_start_step(
     opened: Callable[..., tuple[Training, DataStreams]], data: dict[str, Any]
 ) -> None:
     batching = {"globalBatchSize": 12, "microBatchSize": 1}
@@ -128,7 +128,7 @@ def test_a_step_has_the_same_samples_whoever_reads_its_slots_and_wherever_a_run_
 
 
 @SETTINGS_OF_ORDER
-def test_the_cursor_of_each_step_is_what_its_steps_have_read(
+def test_the_cursor_of_each_step_counts_the_samples_that_its_steps_have_read(
     opened: Callable[..., tuple[Training, DataStreams]], data: dict[str, Any]
 ) -> None:
     _, found = opened(data=data)
@@ -140,7 +140,7 @@ def test_the_cursor_of_each_step_is_what_its_steps_have_read(
         assert found.train.cursor(step) == {"large": counted[0], "small": counted[1]}
 
 
-def test_runs_of_before_keep_their_fingerprint_and_their_order(
+def test_existing_runs_keep_their_fingerprint_and_their_order(
     opened: Callable[..., tuple[Training, DataStreams]],
 ) -> None:
     _, data = opened()
@@ -166,7 +166,7 @@ def test_runs_of_before_keep_their_fingerprint_and_their_order(
         )
 
 
-def test_the_end_of_a_source_is_found_however_far_it_is() -> None:
+def test_the_end_of_a_source_is_found_at_any_distance() -> None:
     rare = Mixture([10**12, 10**12], weights=[65535, 1], seed=0)
     end = exhausted_after(rare, Fraction(10**6), "all")
     assert end > 2**64
@@ -191,7 +191,7 @@ def test_counts_are_exact_in_each_epoch_and_the_cursor_equals_counting(
     assert mixture.cursor(position) == [counted[source] for source in range(len(counts))]
 
 
-def test_each_source_goes_through_whole_permutations_however_an_epoch_cuts_them() -> None:
+def test_each_source_runs_through_whole_permutations_across_epoch_boundaries() -> None:
     mixture = PassMixture([4, 3], counts=[2, 6], seed=5)
     located = [mixture.locate(position) for position in range(4 * mixture.epoch)]
     for source, size in ((0, 4), (1, 3)):
@@ -204,7 +204,7 @@ def test_each_source_goes_through_whole_permutations_however_an_epoch_cuts_them(
 
 @pytest.mark.acceptance("number-C-32")
 @pytest.mark.capability("C-32", "O-78")
-def test_a_mixture_ends_where_its_first_source_or_the_last_of_them_is_exhausted() -> None:
+def test_a_mixture_ends_when_its_first_or_its_last_source_is_exhausted() -> None:
     # Source after source in turns: the third of the one stands at position 4, the tenth of the other at 19.
     turns = Mixture([3, 10], weights=[1, 1], seed=0)
     assert exhausted_after(turns, Fraction(1), "first") == 5
@@ -218,7 +218,7 @@ def test_a_mixture_ends_where_its_first_source_or_the_last_of_them_is_exhausted(
 
 
 @pytest.mark.capability("C-32", "O-78")
-def test_a_horizon_ends_before_a_sample_comes_again_or_once_all_have_come(
+def test_a_horizon_ends_before_a_sample_repeats_or_after_all_samples(
     opened: Callable[..., tuple[Training, DataStreams]],
 ) -> None:
     lengths = {}
@@ -254,7 +254,7 @@ def test_a_source_that_ends_within_the_first_step_is_refused(
 
 
 @pytest.mark.capability("A-43")
-def test_passes_give_each_source_exactly_as_often_as_it_is_weighted(
+def test_passes_give_each_source_exactly_as_many_times_as_its_weight(
     opened: Callable[..., tuple[Training, DataStreams]],
 ) -> None:
     sources = [{**SOURCES[0], "weight": 1}, {**SOURCES[1], "weight": 3}]
@@ -277,7 +277,7 @@ def test_passes_give_each_source_exactly_as_often_as_it_is_weighted(
     assert seen == wanted and data.train.cursor(steps) == {"large": 25, "small": 30}
 
 
-def test_passes_are_rounded_to_whole_samples_and_never_to_none() -> None:
+def test_passes_are_rounded_to_whole_samples_and_at_least_one() -> None:
     # 0.1 · 30 is 3.0000000000000004 in floats; a half rounds up.
     assert count_passes([30, 5, 7], [0.1, 0.5, 2]) == [3, 3, 14]
     with pytest.raises(
@@ -288,7 +288,7 @@ def test_passes_are_rounded_to_whole_samples_and_never_to_none() -> None:
 
 @pytest.mark.acceptance("number-A-43")
 @pytest.mark.capability("A-43")
-def test_a_part_of_a_source_is_the_same_in_each_epoch_and_follows_the_seed(
+def test_a_fraction_of_a_source_is_the_same_in_each_epoch_and_depends_on_the_seed(
     opened: Callable[..., tuple[Training, DataStreams]],
 ) -> None:
     def windows(samples: Any, **settings: Any) -> set[int]:
@@ -316,7 +316,7 @@ def test_a_part_of_a_source_is_the_same_in_each_epoch_and_follows_the_seed(
 
 
 @pytest.mark.capability("A-33")
-def test_the_first_batch_alone_is_trained_on_and_its_hash_says_so(
+def test_overfit_first_batch_trains_on_that_batch_only_and_changes_its_hash(
     opened: Callable[..., tuple[Training, DataStreams]],
 ) -> None:
     _, plain = opened()
@@ -332,7 +332,7 @@ def test_the_first_batch_alone_is_trained_on_and_its_hash_says_so(
     assert data.fingerprint != plain.fingerprint
 
 
-def test_the_fingerprint_follows_each_of_these_and_stays_without_them(
+def test_the_fingerprint_depends_on_each_of_these_settings_and_is_unchanged_without_them(
     opened: Callable[..., tuple[Training, DataStreams]],
 ) -> None:
     _, base = opened()
@@ -352,7 +352,7 @@ def test_the_fingerprint_follows_each_of_these_and_stays_without_them(
     assert len({base.fingerprint, *found}) == 5
 
 
-def test_sources_of_several_stages_are_exhausted_by_no_common_count(
+def test_exhaustion_of_sources_with_several_stages_has_no_common_count(
     opened: Callable[..., tuple[Training, DataStreams]],
 ) -> None:
     recipe, data = opened(horizon={"epochs": 1, "exhausted": "all"})

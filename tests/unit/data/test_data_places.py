@@ -70,14 +70,14 @@ def samples(stream: TrainingStream, name: str, steps: range) -> list[tuple[int, 
     ]
 
 
-def test_a_fresh_run_has_each_source_at_its_first_item() -> None:
+def test_a_new_run_has_each_source_at_its_first_item() -> None:
     assert place_sources(None, [("a", "A"), ("b", "B")]) == BOTH
     assert not BOTH.goes_on and LEFT.goes_on
     for start in (BOTH, LEFT, place_sources(LEFT, [("c", "C")])):
         assert DataStart.from_record(StartRecord.model_validate(start.to_json())) == start
 
 
-def test_the_content_of_a_source_is_kept_while_runs_leave_it_out() -> None:
+def test_the_content_of_a_source_is_recorded_while_runs_omit_it() -> None:
     first = BOTH.go_on(
         6,
         cursor={"a": 18, "b": 7},
@@ -95,7 +95,7 @@ def test_the_content_of_a_source_is_kept_while_runs_leave_it_out() -> None:
     assert third.sources == (SourcePosition("b", "B", 1, 19, "more"),)
 
 
-def test_a_source_is_known_by_its_content_and_goes_on_under_any_name() -> None:
+def test_a_source_is_identified_by_its_content_and_continues_under_any_name() -> None:
     placed = place_sources(LEFT, [("new", "C"), ("renamed", "B")])
     assert placed.sources == (
         SourcePosition("new", "C", 2, 0),
@@ -107,16 +107,14 @@ def test_a_source_is_known_by_its_content_and_goes_on_under_any_name() -> None:
     assert place_sources(LEFT, [("b", "D")]).sources == (SourcePosition("b", "D", 2, 0),)
 
 
-def test_a_resume_finds_the_places_that_the_run_began_with() -> None:
+def test_a_resume_finds_the_source_positions_of_the_start() -> None:
     mixture = [("new", "C"), ("renamed", "B"), ("twin", "C")]
     placed = place_sources(LEFT, mixture)
     assert [one.number for one in placed.sources] == [2, 1, 3]
     assert place_sources(placed, mixture) == placed
 
 
-def test_a_source_that_kept_its_name_goes_on_as_itself_beside_one_with_the_same_items() -> (
-    None
-):
+def test_a_source_that_kept_its_name_continues_next_to_one_with_the_same_items() -> None:
     twins = DataStart(
         (SourcePosition("one", "A", 0, 5), SourcePosition("two", "A", 1, 9)),
         3,
@@ -130,7 +128,7 @@ def test_a_source_that_kept_its_name_goes_on_as_itself_beside_one_with_the_same_
     assert [(one.number, one.taken) for one in placed.sources] == [(0, 5), (1, 9), (2, 0)]
 
 
-def test_a_source_that_was_left_out_goes_on_in_a_later_run() -> None:
+def test_a_source_that_was_omitted_continues_in_a_later_run() -> None:
     second = place_sources(LEFT, [("b", "B"), ("c", "C")])
     third = second.go_on(9, cursor={"b": 13, "c": 6}, data_fingerprint="second")
     placed = place_sources(third, [("a", "A"), ("c", "C"), ("d", "D")])
@@ -142,13 +140,13 @@ def test_a_source_that_was_left_out_goes_on_in_a_later_run() -> None:
     assert placed.left_out == (SourcePosition("b", "B", 1, 13),)
 
 
-def test_a_cursor_of_other_sources_is_no_position() -> None:
+def test_a_cursor_of_other_sources_is_not_a_position() -> None:
     with pytest.raises(ValueError, match="the cursor has the sources a, x"):
         BOTH.go_on(6, cursor={"a": 18, "x": 7}, data_fingerprint="before")
 
 
 @pytest.mark.parametrize("passes", [False, True])
-def test_mixtures_that_begin_elsewhere_are_as_they_are_by_hand(passes: bool) -> None:
+def test_mixtures_with_start_positions_match_values_computed_by_hand(passes: bool) -> None:
     """B of 5 items has given 7: it goes on with the third of its second pass, keyed by its old number."""
     places = [SourcePosition("b", "B", 1, 7), SourcePosition("c", "C", 2, 0)]
     mixture: Order = Mixture([5, 4], weights=[1, 1], seed=3, places=places)
@@ -169,7 +167,7 @@ def test_mixtures_that_begin_elsewhere_are_as_they_are_by_hand(passes: bool) -> 
 
 
 @pytest.mark.parametrize("passes", [False, True])
-def test_a_kept_source_gives_exactly_what_follows_and_a_new_one_begins(
+def test_a_kept_source_continues_exactly_and_a_new_source_starts_at_its_first_item(
     passes: bool,
 ) -> None:
     old = stream_of(("a", "A", 50, 3.0), ("b", "B", 11, 1.0), passes=passes)
@@ -190,14 +188,14 @@ def test_a_kept_source_gives_exactly_what_follows_and_a_new_one_begins(
     assert new.cursor(29) == {"c": 23 * 4 - len(kept), "bee": read + len(kept)}
 
 
-def test_steps_begin_behind_the_position() -> None:
+def test_steps_start_after_the_position() -> None:
     stream = stream_of(("b", "B", 11, 1.0), start=LEFT)
     assert (stream.first_step, stream_of(("b", "B", 11, 1.0)).first_step) == (7, 1)
     with pytest.raises(IndexError, match="steps count from 7"):
         stream.slot(6, 0)
 
 
-def test_the_fingerprint_has_the_position_and_is_as_it_was_without_one() -> None:
+def test_the_fingerprint_includes_the_position_and_is_unchanged_without_one() -> None:
     fresh = stream_of(("a", "A", 9, 1.0), ("b", "B", 11, 1.0))
     recorded = stream_of(("a", "A", 9, 1.0), ("b", "B", 11, 1.0), start=BOTH)
     assert recorded.fingerprint == fresh.fingerprint
@@ -212,7 +210,7 @@ def test_the_fingerprint_has_the_position_and_is_as_it_was_without_one() -> None
     assert len(found | {fresh.fingerprint}) == 4
 
 
-def test_the_end_of_a_source_counts_what_it_gave_before() -> None:
+def test_the_end_of_a_source_includes_the_samples_of_earlier_runs() -> None:
     # In turns from source 0 on, which has given 7 of its 10 items; the other has given all of its 4.
     places = [SourcePosition("b", "B", 0, 7), SourcePosition("a", "A", 1, 18)]
     mixture = Mixture([10, 4], weights=[1, 1], seed=0, places=places)

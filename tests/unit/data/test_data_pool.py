@@ -43,7 +43,7 @@ def counts(pool: ProcessPool, *jobs: TokenizeJob) -> list[tuple[int, int]]:
     return sorted((one.number, one.documents["train"]) for one in pool.run(jobs))
 
 
-def test_a_late_answer_is_not_taken_for_one_to_the_jobs_behind_a_failed_run(
+def test_a_late_result_of_a_failed_run_is_not_attributed_to_the_next_jobs(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
     with pytest.raises(FileNotFoundError):
@@ -52,7 +52,7 @@ def test_a_late_answer_is_not_taken_for_one_to_the_jobs_behind_a_failed_run(
     assert counts(pool, *both) == [(0, FEW), (1, FEW)]
 
 
-def test_nor_behind_a_run_of_which_not_all_answers_were_taken(
+def test_late_results_after_a_partly_consumed_run_are_ignored(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
     outcomes = iter(pool.run([job(tmp_path, 0, FEW), job(tmp_path, 7, MANY)]))

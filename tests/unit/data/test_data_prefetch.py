@@ -45,7 +45,7 @@ def prefetch_threads() -> set[threading.Thread]:
 
 
 @pytest.mark.acceptance("8d-1e")
-def test_whatever_is_foreseen_the_batch_asked_for_comes_back() -> None:
+def test_the_requested_batch_is_returned_for_any_prediction() -> None:
     stream, rng, before = Stream(), random.Random(0), prefetch_threads()
     prefetcher = Prefetcher(stream)
     for _ in range(300):
@@ -59,7 +59,7 @@ def test_whatever_is_foreseen_the_batch_asked_for_comes_back() -> None:
     assert prefetch_threads() <= before
 
 
-def test_what_was_foreseen_is_read_once_and_in_the_background() -> None:
+def test_a_predicted_batch_is_read_once_and_in_the_background() -> None:
     stream = Stream()
     prefetcher = Prefetcher(stream)
     plan = [(step, slot) for step in range(1, 20) for slot in range(2)]
@@ -74,7 +74,7 @@ def test_what_was_foreseen_is_read_once_and_in_the_background() -> None:
     assert stream.threads == {"MainThread", "evergrad-prefetch"}
 
 
-def test_reading_goes_on_while_the_caller_works() -> None:
+def test_reading_continues_while_the_caller_works() -> None:
     stream = Stream()
     prefetcher = Prefetcher(stream)
     prefetcher.take(1, 0)
@@ -92,9 +92,7 @@ def test_reading_goes_on_while_the_caller_works() -> None:
 
 @pytest.mark.acceptance("input-T-50")
 @pytest.mark.capability("T-50")
-def test_an_error_in_the_background_is_raised_where_the_batch_is_taken_and_only_there() -> (
-    None
-):
+def test_a_background_error_is_raised_only_when_the_batch_is_taken() -> None:
     stream = Stream()
     stream.failing = {(2, 0)}
     prefetcher = Prefetcher(stream)
@@ -107,7 +105,7 @@ def test_an_error_in_the_background_is_raised_where_the_batch_is_taken_and_only_
     prefetcher.close()
 
 
-def test_an_error_of_a_batch_nobody_takes_is_dropped() -> None:
+def test_an_error_of_a_batch_that_is_never_taken_is_dropped() -> None:
     stream = Stream()
     stream.failing = {(9, 9)}
     prefetcher = Prefetcher(stream)
@@ -117,7 +115,7 @@ def test_an_error_of_a_batch_nobody_takes_is_dropped() -> None:
     prefetcher.close()
 
 
-def test_a_closed_prefetcher_still_reads_in_the_callers_thread() -> None:
+def test_a_closed_prefetcher_still_reads_in_the_thread_of_the_caller() -> None:
     stream, before = Stream(), prefetch_threads()
     prefetcher = Prefetcher(stream)
     prefetcher.take(1, 0, upcoming=[(1, 1)])
@@ -127,7 +125,7 @@ def test_a_closed_prefetcher_still_reads_in_the_callers_thread() -> None:
     assert prefetch_threads() <= before
 
 
-def test_batches_are_prepared_by_the_thread_that_reads_them(
+def test_batches_are_pinned_by_the_thread_that_reads_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pinned: list[str] = []

@@ -63,7 +63,7 @@ def message_of(prepare: Prepare, recipe: Training) -> str:
     return str(caught.value)
 
 
-def test_documents_become_tokens_in_their_order_each_with_its_end(
+def test_documents_become_tokens_in_order_each_with_its_end_token(
     tmp_path: Path,
     training: Recipe,
     documents: Write,
@@ -96,7 +96,7 @@ def test_documents_become_tokens_in_their_order_each_with_its_end(
 
 
 @pytest.mark.capability("T-X14")
-def test_a_second_preparation_finds_everything_done(
+def test_a_second_preparation_reuses_everything(
     tmp_path: Path,
     training: Recipe,
     documents: Write,
@@ -113,7 +113,7 @@ def test_a_second_preparation_finds_everything_done(
     assert Prepared.from_json(json.loads(json.dumps(first.to_json()))) == first
 
 
-def test_the_prepared_directory_holds_nothing_but_what_is_published(
+def test_the_prepared_directory_contains_only_published_files(
     tmp_path: Path,
     training: Recipe,
     documents: Write,
@@ -131,7 +131,7 @@ def test_the_prepared_directory_holds_nothing_but_what_is_published(
 
 
 @pytest.mark.capability("A-42")
-def test_data_that_are_not_prepared_are_refused_where_nothing_may_be_prepared(
+def test_unprepared_data_is_refused_if_preparation_is_not_permitted(
     tmp_path: Path,
     training: Recipe,
     documents: Write,
@@ -157,7 +157,7 @@ def test_data_that_are_not_prepared_are_refused_where_nothing_may_be_prepared(
         check_published(training(), **where)
 
 
-def test_the_manifest_may_name_the_prepared_directory(
+def test_the_manifest_can_set_the_prepared_directory(
     tmp_path: Path, training: Recipe, documents: Write, prepared_in: Prepare
 ) -> None:
     documents(tmp_path / "docs.jsonl", ["a"])
@@ -166,7 +166,7 @@ def test_the_manifest_may_name_the_prepared_directory(
     assert not (tmp_path / "prepared").exists()
 
 
-def test_what_does_not_change_the_bytes_does_not_change_the_fingerprint(
+def test_settings_that_do_not_change_the_bytes_do_not_change_the_fingerprint(
     tmp_path: Path,
     training: Recipe,
     documents: Write,
@@ -187,7 +187,7 @@ def test_what_does_not_change_the_bytes_does_not_change_the_fingerprint(
 
 @pytest.mark.acceptance("input-4e-16")
 @pytest.mark.capability("A-76")
-def test_what_changes_the_bytes_changes_the_fingerprint(
+def test_settings_that_change_the_bytes_change_the_fingerprint(
     tmp_path: Path,
     training: Recipe,
     documents: Write,
@@ -270,7 +270,7 @@ def test_the_held_out_split_counts_documents_and_not_lines(
 @pytest.mark.parametrize(
     ("held_out", "wanted"), [({"count": 3}, 3), ({"fraction": 0.9}, 3), ({"count": 10}, 10)]
 )
-def test_a_split_that_leaves_nothing_to_train_on_is_refused(
+def test_a_split_that_leaves_no_training_data_is_refused(
     tmp_path: Path,
     training: Recipe,
     documents: Write,
@@ -294,7 +294,7 @@ def test_a_document_longer_than_a_chunk_is_one_document(
 
 
 @pytest.mark.acceptance("input-2e-14")
-def test_malformed_lines_are_refused_naming_the_first_five_and_their_number(
+def test_malformed_lines_are_refused_with_the_first_five_and_their_number(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
     good = json.dumps({"text": "x" * 100})
@@ -333,7 +333,7 @@ def test_a_single_malformed_line_is_one_message(
     )
 
 
-def test_a_torn_last_line_says_that_the_file_may_be_truncated(
+def test_a_truncated_last_line_is_reported_as_a_possibly_truncated_file(
     tmp_path: Path,
     training: Recipe,
     documents: Write,
@@ -353,7 +353,7 @@ def test_a_torn_last_line_says_that_the_file_may_be_truncated(
 
 
 @pytest.mark.acceptance("8d-12d:pretrain", "input-2e-14")
-def test_skipping_malformed_lines_counts_them_and_keeps_the_rest(
+def test_skipped_malformed_lines_are_counted_and_the_other_lines_are_kept(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
     lines = [
@@ -406,7 +406,7 @@ def test_a_file_without_a_document_is_refused(
 
 
 @pytest.mark.acceptance("input-O-34")
-def test_every_missing_file_is_named_at_once(
+def test_all_missing_files_are_reported_together(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
     (tmp_path / "empty.jsonl").touch()
@@ -425,7 +425,7 @@ def test_every_missing_file_is_named_at_once(
 
 
 @pytest.mark.capability("C-8")
-def test_evaluation_sources_are_prepared_whole(
+def test_evaluation_sources_are_prepared_completely(
     tmp_path: Path,
     training: Recipe,
     documents: Write,
@@ -443,7 +443,7 @@ def test_evaluation_sources_are_prepared_whole(
     assert prepared.evaluation[0].held_out is None
 
 
-def test_a_tokens_file_is_read_where_it_lies_and_its_end_is_held_out(
+def test_a_tokens_file_is_read_in_place_and_its_end_is_held_out(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
     ids = np.arange(1000) % 257
@@ -466,7 +466,7 @@ def test_a_tokens_file_is_read_where_it_lies_and_its_end_is_held_out(
     assert whole.fingerprint != split.fingerprint
 
 
-def test_what_is_wrong_with_a_tokens_file_is_said(
+def test_problems_of_a_tokens_file_are_reported(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
     np.array([1, 2, 300, 4], dtype="<u2").tofile(tmp_path / "ids.bin")
@@ -483,7 +483,7 @@ def test_what_is_wrong_with_a_tokens_file_is_said(
     )
 
 
-def test_a_count_of_documents_cannot_be_held_out_of_a_tokens_file(
+def test_a_number_of_documents_cannot_be_held_out_of_a_tokens_file(
     tmp_path: Path, training: Recipe, prepared_in: Prepare
 ) -> None:
     np.array([1, 2, 3, 4], dtype="<u2").tofile(tmp_path / "ids.bin")
@@ -496,7 +496,7 @@ def test_a_count_of_documents_cannot_be_held_out_of_a_tokens_file(
     )
 
 
-def test_damaged_prepared_data_is_named_with_its_remedy(
+def test_damaged_prepared_data_is_reported_with_its_remedy(
     tmp_path: Path,
     training: Recipe,
     documents: Write,
@@ -535,7 +535,7 @@ def test_damaged_prepared_data_is_named_with_its_remedy(
     assert prepared_in(training()).sources[0].train == source.train
 
 
-def test_a_source_changed_after_preparation_is_refused_by_a_resumed_run_and_prepared_anew_by_a_fresh_one(
+def test_a_changed_source_is_refused_by_a_resumed_run_and_prepared_again_by_a_new_one(
     tmp_path: Path,
     training: Recipe,
     documents: Write,
@@ -564,7 +564,7 @@ def test_a_source_changed_after_preparation_is_refused_by_a_resumed_run_and_prep
         check_unchanged(recorded, training(), **where)
 
 
-def test_a_source_that_changes_while_it_is_prepared_is_refused(
+def test_a_source_that_changes_during_preparation_is_refused(
     tmp_path: Path,
     training: Recipe,
     documents: Write,
@@ -607,7 +607,7 @@ def test_progress_counts_the_bytes_of_every_source_in_every_phase(
     )
 
 
-def test_an_interrupted_preparation_goes_on_with_the_chunks_it_has(
+def test_an_interrupted_preparation_resumes_with_its_finished_chunks(
     tmp_path: Path,
     training: Recipe,
     documents: Write,
@@ -645,7 +645,7 @@ def test_an_interrupted_preparation_goes_on_with_the_chunks_it_has(
     assert total == 2 * chunks  # each chunk tokenised once and split once
 
 
-def test_a_finished_chunk_whose_file_was_cut_short_is_made_again(
+def test_a_finished_chunk_whose_file_was_truncated_is_prepared_again(
     tmp_path: Path,
     training: Recipe,
     documents: Write,
@@ -725,7 +725,9 @@ def test_chunks_of_a_version_with_other_boundaries_are_not_reused(
         ),
     ],
 )
-def test_what_a_failing_disk_means_is_said(number: int, what: str, remedy: str) -> None:
+def test_a_disk_error_is_explained_with_a_remedy(
+    number: int, what: str, remedy: str
+) -> None:
     problem = str(
         disk_problem(
             OSError(number, os.strerror(number), "/data/prepared/x.tokens"),
@@ -735,7 +737,7 @@ def test_what_a_failing_disk_means_is_said(number: int, what: str, remedy: str) 
     assert problem.startswith(f"/data/prepared/x.tokens: {what}. {remedy}")
 
 
-def test_a_prepared_directory_that_is_a_file_is_named(
+def test_a_prepared_directory_that_is_a_file_is_reported(
     tmp_path: Path, training: Recipe, documents: Write, prepared_in: Prepare
 ) -> None:
     documents(tmp_path / "docs.jsonl", ["a"])
@@ -745,7 +747,7 @@ def test_a_prepared_directory_that_is_a_file_is_named(
     )
 
 
-def test_a_tokenizer_that_drops_a_whole_text_leaves_no_empty_document(
+def test_a_tokenizer_that_drops_a_whole_text_gives_no_empty_document(
     tmp_path: Path, documents: Write, training: Recipe, prepared_in: Prepare
 ) -> None:
     from tokenizers import Tokenizer as Backend

@@ -89,7 +89,7 @@ def test_a_folder_or_pattern_of_plain_and_compressed_files_is_one_source(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_rows_of_a_parquet_file_are_those_of_the_objects_that_it_holds(
+def test_parquet_rows_equal_the_rows_of_the_same_json_objects(
     training: Make,
     prepared_in: Prepare,
     tmp_path: Path,
@@ -105,7 +105,7 @@ def test_the_rows_of_a_parquet_file_are_those_of_the_objects_that_it_holds(
     assert RowReader(source, source.train).describe([59]) == "rows.parquet, row 60"
 
 
-def test_columns_of_other_names_and_what_a_template_is_given_besides_are_read(
+def test_columns_with_other_names_and_extra_template_values_are_read(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     row = {"turns": make_rows(1)[0]["messages"], "tools": ["add", "sub"]}
@@ -124,7 +124,7 @@ def message_of(prepare: Prepare, recipe: Training) -> str:
     return str(caught.value)
 
 
-def test_a_parquet_file_without_a_column_of_rows_is_refused_with_those_that_it_has(
+def test_a_parquet_file_without_a_rows_column_is_refused_with_its_columns(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     pq.write_table(pa.table({"text": ["a"], "id": [1]}), tmp_path / "rows.parquet")
@@ -135,7 +135,7 @@ def test_a_parquet_file_without_a_column_of_rows_is_refused_with_those_that_it_h
     )
 
 
-def test_a_row_of_a_parquet_file_that_is_none_is_refused_with_its_number(
+def test_an_invalid_row_of_a_parquet_file_is_refused_with_its_number(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     rows = [*make_rows(10), {"prompt": "a"}]
@@ -147,7 +147,7 @@ def test_a_row_of_a_parquet_file_that_is_none_is_refused_with_its_number(
     )
 
 
-def test_a_row_of_a_parquet_file_that_is_no_utf8_is_refused_and_no_other(
+def test_only_a_parquet_row_that_is_not_utf8_is_refused(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     prompts = pa.array([b"a", b"\xff", b"c"], type=pa.binary()).view(pa.string())

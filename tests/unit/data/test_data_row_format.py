@@ -76,7 +76,7 @@ def write(folder: Path, name: str, value: Any) -> None:
         ({}, None, None),
     ],
 )
-def test_the_template_is_the_tokenizers(
+def test_the_default_template_is_read_from_the_tokenizer(
     tmp_path: Path, files: dict[str, Any], template: str | None, with_tools: str | None
 ) -> None:
     for name, value in files.items():
@@ -90,7 +90,7 @@ def test_the_template_is_the_tokenizers(
 
 
 @pytest.mark.parametrize("has_files", [False, True], ids=["in the settings", "in files"])
-def test_rows_with_tools_have_the_template_that_transformers_takes_for_them(
+def test_rows_with_tools_use_the_template_that_transformers_uses_for_them(
     tmp_path: Path, has_files: bool
 ) -> None:
     body = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
@@ -122,7 +122,7 @@ def test_rows_with_tools_have_the_template_that_transformers_takes_for_them(
     assert copy.chat_template == templates
 
 
-def test_special_tokens_are_read_in_each_of_their_forms(tmp_path: Path) -> None:
+def test_special_tokens_are_parsed_in_each_of_their_forms(tmp_path: Path) -> None:
     write(tmp_path, "special_tokens_map.json", {"bos_token": "<s>", "eos_token": "old"})
     config = {"eos_token": {"content": "</s>", "lstrip": False}, "pad_token": None}
     write(tmp_path, "tokenizer_config.json", config)
@@ -143,7 +143,9 @@ def test_special_tokens_are_read_in_each_of_their_forms(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, name: str, text: str, said: str) -> None:
+def test_a_damaged_file_is_reported(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
     write(tmp_path, name, text)
     with pytest.raises(DataError, match=said) as refused:
         row_format(sft(tmp_path), tmp_path)

@@ -78,7 +78,7 @@ def change_tokens(directory: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "begun before"])
-def test_a_changed_text_is_named_before_anything_is_prepared(
+def test_a_changed_text_is_reported_before_the_preparation(
     sft: Callable[..., Training],
     prepared_in: Prepare,
     tmp_path: Path,
@@ -110,7 +110,7 @@ def test_a_changed_text_is_named_before_anything_is_prepared(
             check_prepared(recorded, prepared_in(sft()))
 
 
-def test_the_same_texts_in_another_place_are_no_change(
+def test_the_same_texts_in_another_place_are_unchanged(
     sft: Callable[..., Training], prepared_in: Prepare, tmp_path: Path
 ) -> None:
     recorded = prepared_in(sft())
@@ -124,7 +124,7 @@ def test_the_same_texts_in_another_place_are_no_change(
     check_prepared(recorded, prepared_in(sft("moved")))
 
 
-def test_the_tokenizers_template_may_change_where_the_file_has_its_own(
+def test_the_tokenizer_template_may_change_if_the_manifest_sets_its_own(
     sft: Callable[..., Training], prepared_in: Prepare, tmp_path: Path
 ) -> None:
     own = sft(chatTemplate="Own: " + TEMPLATE)
@@ -135,7 +135,7 @@ def test_the_tokenizers_template_may_change_where_the_file_has_its_own(
     check_prepared(recorded, prepared_in(own))
 
 
-def test_texts_alone_record_what_they_did(
+def test_the_record_of_plain_texts_is_unchanged(
     training: Make,
     prepared_in: Prepare,
     tmp_path: Path,

@@ -51,7 +51,7 @@ def read(prepared: Prepared) -> list[tuple[list[int], list[int]]]:
     return [(row.ids.tolist(), row.marks.astype(int).tolist()) for row in rows]
 
 
-def test_the_completion_and_the_end_behind_it_are_learned(
+def test_the_completion_and_its_end_token_are_learned(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(tmp_path, {"prompt": "ab", "completion": "cd"}, {"prompt": "", "completion": "é"})
@@ -62,7 +62,7 @@ def test_the_completion_and_the_end_behind_it_are_learned(
 
 
 @pytest.mark.capability("C-37")
-def test_the_assistants_turns_of_a_conversation_are_learned(
+def test_assistant_turns_of_a_conversation_are_learned(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(tmp_path, chat("hi", "yo", "?", "!"))
@@ -72,7 +72,7 @@ def test_the_assistants_turns_of_a_conversation_are_learned(
     assert marks == [*[0] * 7, *[1] * 3, *[0] * 6, *[1] * 2]
 
 
-def test_names_of_fields_are_those_of_the_file(
+def test_field_names_are_read_from_the_manifest(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(
@@ -117,7 +117,7 @@ def test_names_of_fields_are_those_of_the_file(
         ),
     ],
 )
-def test_a_row_that_is_none_is_refused_with_file_and_line(
+def test_an_invalid_row_is_refused_with_file_and_line(
     training: Make, prepared_in: Prepare, tmp_path: Path, row: Any, said: str
 ) -> None:
     write(tmp_path, {"prompt": "a", "completion": "b"}, row)
@@ -130,7 +130,7 @@ def test_a_row_that_is_none_is_refused_with_file_and_line(
 
 
 @pytest.mark.acceptance("8d-12d:sft")
-def test_rows_that_are_none_are_counted_where_that_was_asked_for(
+def test_invalid_rows_are_counted_if_the_manifest_permits_them(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(tmp_path, {"prompt": "a", "completion": "b"}, {}, chat("a"))
@@ -153,7 +153,7 @@ def test_a_conversation_needs_a_template(
         prepared_in(sft(training, rows={"chatTemplate": "{% for %}"}))
 
 
-def test_conversations_without_a_template_are_one_problem_with_a_remedy_that_works(
+def test_conversations_without_a_template_are_one_problem_with_a_working_remedy(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(tmp_path, *[chat("a", "b")] * 60)
@@ -179,7 +179,7 @@ def test_conversations_without_a_template_are_one_problem_with_a_remedy_that_wor
     ] == learned
 
 
-def test_prompts_beside_conversations_are_still_trained_on_if_malformed_rows_are_skipped(
+def test_prompts_among_conversations_are_trained_on_if_malformed_rows_are_skipped(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(tmp_path, chat("a", "b"), {"prompt": "a", "completion": "b"})
@@ -194,7 +194,7 @@ LONG = {"prompt": "p" * 10, "completion": "c" * 20}
 LONG_PROMPT = {"prompt": "p" * 20, "completion": "c"}
 
 
-def test_a_row_that_is_too_long_is_refused_whatever_the_policy_for_malformed_lines(
+def test_an_overlong_row_is_refused_with_any_policy_for_malformed_lines(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(tmp_path, {"prompt": "a", "completion": "b"}, LONG)
@@ -207,7 +207,7 @@ def test_a_row_that_is_too_long_is_refused_whatever_the_policy_for_malformed_lin
         assert "set spec.training.rows.tooLong to skip or truncate" in str(refused.value)
 
 
-def test_rows_that_are_too_long_are_named_behind_any_number_of_malformed_ones(
+def test_overlong_rows_are_reported_after_any_number_of_malformed_rows(
     training: Make, prepared_in: Prepare, tmp_path: Path, small_chunks: int
 ) -> None:
     """Those are passed over here, and these are what nothing is prepared for."""
@@ -230,7 +230,7 @@ def test_rows_that_are_too_long_are_named_behind_any_number_of_malformed_ones(
     ]
 
 
-def test_rows_that_are_too_long_are_left_out_and_counted(
+def test_overlong_rows_are_omitted_and_counted(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(tmp_path, LONG, {"prompt": "a", "completion": "b"}, LONG_PROMPT)
@@ -240,7 +240,7 @@ def test_rows_that_are_too_long_are_left_out_and_counted(
     assert len(read(prepared)) == 1
 
 
-def test_rows_that_are_too_long_are_cut_and_counted_unless_their_prompt_alone_is(
+def test_overlong_rows_are_truncated_and_counted_unless_their_prompt_alone_is_too_long(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(tmp_path, LONG, LONG_PROMPT)
@@ -249,14 +249,14 @@ def test_rows_that_are_too_long_are_cut_and_counted_unless_their_prompt_alone_is
     assert read(prepared) == [([*b"p" * 10, *b"c" * 7], [*[0] * 10, *[1] * 7])]
 
 
-def test_a_row_of_just_the_length_of_a_sample_is_not_too_long(
+def test_a_row_of_exactly_the_sample_length_is_not_too_long(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(tmp_path, {"prompt": "p" * 10, "completion": "c" * 6})
     assert len(read(prepared_in(sft(training)))[0][0]) == 17
 
 
-def test_a_source_of_which_no_row_fits_says_so(
+def test_a_source_in_which_no_row_fits_is_reported(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(tmp_path, LONG, LONG)
@@ -264,7 +264,7 @@ def test_a_source_of_which_no_row_fits_says_so(
         prepared_in(sft(training, rows={"tooLong": "skip"}))
 
 
-def test_rows_are_prepared_anew_for_another_template_and_not_for_another_choice_of_what_is_learned(
+def test_rows_are_prepared_again_for_another_template_but_not_for_other_learned_turns(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(tmp_path, chat("a", "b"))
@@ -278,7 +278,7 @@ def test_rows_are_prepared_anew_for_another_template_and_not_for_another_choice_
 
 
 @pytest.mark.capability("C-35")
-def test_rows_that_are_held_out_keep_their_marks_and_none_is_lost(
+def test_held_out_rows_keep_their_marks_and_none_is_lost(
     training: Make, prepared_in: Prepare, tmp_path: Path, small_chunks: int
 ) -> None:
     rows = [{"prompt": f"{number}=", "completion": str(number)} for number in range(200)]
@@ -301,7 +301,7 @@ def test_rows_that_are_held_out_keep_their_marks_and_none_is_lost(
     assert sorted(found) == sorted(row["prompt"] + row["completion"] for row in rows)
 
 
-def test_half_a_surrogate_pair_in_a_row_is_replaced(
+def test_an_unpaired_surrogate_in_a_row_is_replaced(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(
@@ -313,7 +313,7 @@ def test_half_a_surrogate_pair_in_a_row_is_replaced(
     assert prepared.sources[0].repaired == 1
 
 
-def test_half_a_surrogate_pair_is_replaced_in_all_that_a_template_is_given(
+def test_an_unpaired_surrogate_is_replaced_in_all_template_inputs(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     """Such halves are also the marks of a template's generation blocks."""
@@ -346,7 +346,7 @@ def test_a_conversation_that_is_nested_too_deeply_is_refused(
     assert refused.value.why == "it is nested too deeply"
 
 
-def test_a_conversation_that_becomes_nothing_is_refused(
+def test_a_conversation_that_renders_to_nothing_is_refused(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(tmp_path, chat("a", "b"))
@@ -356,7 +356,7 @@ def test_a_conversation_that_becomes_nothing_is_refused(
         prepared_in(sft(training, rows={"chatTemplate": "{# nothing #}"}))
 
 
-def test_ids_are_kept_in_the_smallest_type_that_holds_them_with_their_marks(
+def test_ids_are_stored_in_the_smallest_type_that_holds_them_with_their_marks(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
     write(tmp_path, {"prompt": "a", "completion": "b"})
@@ -397,7 +397,7 @@ def blank(path: Path) -> None:
         (blank, r"-00000\.documents: is no index of rows of \d+ tokens"),
     ],
 )
-def test_an_index_that_is_not_that_of_the_rows_is_refused(
+def test_an_index_that_does_not_match_the_rows_is_refused(
     training: Make,
     prepared_in: Prepare,
     tmp_path: Path,

@@ -51,7 +51,7 @@ def ids_of(prepared: Prepared) -> list[int]:
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_dropout_that_is_saved_in_a_tokenizer_is_switched_off(
+def test_dropout_that_is_saved_in_a_tokenizer_is_disabled(
     training: Recipe, prepared_in: Prepare, tmp_path: Path, dropping: Path
 ) -> None:
     recipe = training(tokenizer={"type": "transformers", "path": "tok"})
@@ -102,7 +102,7 @@ def test_a_sample_is_prepared_twice_and_compared(
     assert prepared_in(recipe).sources[0].documents == 200
 
 
-def test_a_sentencepiece_directory_asks_for_sentencepiece(tmp_path: Path) -> None:
+def test_a_sentencepiece_directory_requires_sentencepiece(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
     config = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -144,7 +144,7 @@ _TOOLS = [{"properties": {"xs": {"items": {"type": "string"}}}}]
         ("<function f at 0x7f00aa11bb22>", False),
     ],
 )
-def test_a_template_gives_the_same_text_in_two_processes_or_is_refused(
+def test_a_template_with_different_text_in_two_processes_is_refused(
     source: str, is_refused: bool
 ) -> None:
     said = [

@@ -54,7 +54,7 @@ def told(
 
 
 @pytest.mark.capability("C-55")
-def test_samples_of_the_first_step_are_shown_with_their_places(
+def test_samples_of_the_first_step_are_shown_with_their_positions(
     told: Callable[..., str],
 ) -> None:
     [*samples] = json.loads(told("--json", "--show-samples", "3"))["firstStep"]
@@ -72,7 +72,7 @@ def test_samples_of_the_first_step_are_shown_with_their_places(
     assert all(json.dumps(one["texts"][0]) in lines for one in samples)
 
 
-def test_no_more_samples_are_shown_than_the_first_step_has(
+def test_at_most_the_samples_of_the_first_step_are_shown(
     told: Callable[..., str],
 ) -> None:
     assert len(json.loads(told("--json", "--show-samples", "10"))["firstStep"]) == 4
@@ -102,7 +102,7 @@ def test_both_rows_of_a_pair_are_shown() -> None:
     assert shown == [{"sample": "a/0", "texts": ["yes", "no "], "learnedTokens": 3}]
 
 
-def test_what_fills_a_row_up_is_not_shown() -> None:
+def test_padding_of_a_row_is_not_shown() -> None:
     """A token of id 0 within a row is shown: it is learned, has a position, or others follow."""
     rows = torch.tensor([[list(b"yes\0\0"), list(b"n\0o\0\0")]])
     labels = torch.tensor([[[-100, 1, 2, -100, -100], [-100, -100, -100, 3, -100]]])
@@ -119,7 +119,7 @@ def test_what_fills_a_row_up_is_not_shown() -> None:
     assert texts(position_ids=positions) == ["yes\0", "n\0o\0"]
 
 
-def test_batches_without_tokens_are_named_instead_of_shown() -> None:
+def test_batches_without_tokens_are_described_instead_of_shown() -> None:
     said = (
         "-s: the recipe has no text to show; its batches hold no input_ids. Leave it out."
     )

@@ -111,7 +111,7 @@ def test_a_large_file_has_a_bounded_number_of_chunks(
 
 
 @pytest.mark.acceptance("input-O-34")
-def test_what_is_wrong_with_a_file_is_said_with_its_path(tmp_path: Path) -> None:
+def test_problems_of_a_file_are_reported_with_its_path(tmp_path: Path) -> None:
     def message(name: str, **options: str) -> str:
         _, (problem,) = find_files(source_of(tmp_path / name, **options))
         return str(problem).removeprefix(f"{tmp_path / name}: ")
@@ -144,7 +144,7 @@ def test_what_is_wrong_with_a_file_is_said_with_its_path(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
+def test_a_file_without_permission_is_reported(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
     (tmp_path / "secret").chmod(0)
     _, (problem,) = find_files(source_of(tmp_path / "secret"))
@@ -168,7 +168,7 @@ def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
         (b"PK\x03\x04....", "is a zip archive", "Unpack it."),
     ],
 )
-def test_a_file_of_another_kind_is_recognised(
+def test_a_file_of_another_kind_is_detected(
     tmp_path: Path, data: bytes, what: str, remedy: str
 ) -> None:
     (tmp_path / "f").write_bytes(data)
@@ -179,7 +179,7 @@ def test_a_file_of_another_kind_is_recognised(
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_the_largest_id_of_a_tokens_file_is_found_wherever_it_stands(
+def test_the_largest_id_of_a_tokens_file_is_found_at_any_position(
     tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = np.arange(1000) % 250
@@ -227,7 +227,7 @@ def test_an_unchanged_file_is_read_once(
     assert Scan.from_json(json.loads(json.dumps(one.to_json()))) == one
 
 
-def test_a_touched_file_is_read_again_and_a_changed_one_is_noticed_even_at_the_same_size(
+def test_a_touched_file_is_read_again_and_a_change_of_equal_size_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "f"
@@ -254,7 +254,7 @@ def test_a_touched_file_is_read_again_and_a_changed_one_is_noticed_even_at_the_s
     assert reads() == 3
 
 
-def test_a_file_written_a_moment_ago_is_not_trusted_to_its_times(
+def test_a_recently_written_file_is_not_trusted_by_its_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "f"
@@ -277,7 +277,7 @@ def test_a_file_written_a_moment_ago_is_not_trusted_to_its_times(
         '{"format": 2, "scans": []}',
     ],
 )
-def test_a_broken_memory_is_ignored(
+def test_a_damaged_scan_cache_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
     path = tmp_path / "f"
@@ -291,7 +291,7 @@ def test_a_broken_memory_is_ignored(
     )
 
 
-def test_a_memory_that_cannot_be_kept_is_no_error(
+def test_an_unwritable_scan_cache_raises_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "f"

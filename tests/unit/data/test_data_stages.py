@@ -63,7 +63,7 @@ def test_a_step_belongs_to_the_first_stage_that_has_not_ended() -> None:
     assert entered is not None and entered.options == "second"
 
 
-def test_each_stage_gives_every_item_of_its_sources_once_an_epoch() -> None:
+def test_each_stage_gives_every_item_of_its_sources_once_per_epoch() -> None:
     stream = staged()
     assert sorted(number for step in (1, 2, 3) for number in numbers(stream, step)) == list(
         range(12)
@@ -75,7 +75,7 @@ def test_each_stage_gives_every_item_of_its_sources_once_an_epoch() -> None:
     )
 
 
-def test_the_first_stage_is_in_the_order_of_a_run_without_stages_and_the_next_is_not() -> (
+def test_the_first_stage_has_the_order_of_a_run_without_stages_and_later_stages_do_not() -> (
     None
 ):
     alone = TrainingStream(
@@ -92,7 +92,7 @@ def test_the_first_stage_is_in_the_order_of_a_run_without_stages_and_the_next_is
     assert sorted(number for step in order[1][3:] for number in step) == list(range(12))
 
 
-def test_the_cursor_counts_each_stages_sources_by_their_own_names() -> None:
+def test_the_cursor_counts_the_sources_of_each_stage_by_their_own_names() -> None:
     stream = staged()
     assert stream.cursor(0) == {"0/low": 0, "1/high": 0, "1/low": 0}
     assert stream.cursor(2) == {"0/low": 8, "1/high": 0, "1/low": 0}
@@ -110,7 +110,7 @@ def test_samples_of_two_stages_have_different_ids_and_are_described_by_their_sou
     assert stream.slot(3, 1).hash != staged(until=2).slot(3, 1).hash
 
 
-def test_where_a_stage_ends_is_part_of_the_fingerprint() -> None:
+def test_the_end_of_a_stage_is_part_of_the_fingerprint() -> None:
     assert staged().fingerprint == staged().fingerprint
     assert (
         len({staged().fingerprint, staged(until=4).fingerprint, staged(seed=1).fingerprint})
@@ -118,7 +118,7 @@ def test_where_a_stage_ends_is_part_of_the_fingerprint() -> None:
     )
 
 
-def test_an_epoch_has_a_source_once_however_many_stages_have_it() -> None:
+def test_an_epoch_counts_a_source_once_for_any_number_of_stages() -> None:
     """A horizon in epochs is passes over the data: 12 items that both stages have, and 8 of the second alone."""
     assert staged().num_samples == 20
     # Two sources of one stage are two, also where their items are equal.
@@ -133,7 +133,7 @@ def test_an_epoch_has_a_source_once_however_many_stages_have_it() -> None:
 
 
 @pytest.mark.parametrize("ends", [(), (None, None), (5, 3), (0, None)])
-def test_stages_that_do_not_follow_each_other_are_refused(
+def test_stages_that_are_not_consecutive_are_refused(
     ends: tuple[int | None, ...],
 ) -> None:
     stages = [Stage({"low": (Numbers(0, 12), 1.0)}, until=end) for end in ends]

@@ -64,7 +64,7 @@ def equal(first: Batch, second: Batch) -> bool:
 
 
 @pytest.mark.capability("T-9")
-def test_a_slot_has_inputs_shifted_labels_and_its_hash(
+def test_a_slot_has_inputs_shifted_labels_and_a_hash(
     build: Callable[..., DataStreams],
 ) -> None:
     stream = build().train
@@ -89,7 +89,7 @@ def test_a_slot_has_inputs_shifted_labels_and_its_hash(
 
 
 @pytest.mark.acceptance("8d-12a")
-def test_a_slot_is_the_same_whenever_and_in_whatever_order_it_is_read(
+def test_a_slot_is_equal_in_any_order_of_reads(
     build: Callable[..., DataStreams],
 ) -> None:
     first, second = build().train, build().train
@@ -110,7 +110,7 @@ def test_batches_do_not_share_memory(build: Callable[..., DataStreams]) -> None:
 
 
 @pytest.mark.acceptance("8d-12b")
-def test_every_token_of_a_source_is_a_label_once_an_epoch(
+def test_every_token_of_a_source_is_a_label_once_per_epoch(
     build: Callable[..., DataStreams],
 ) -> None:
     stream = build(data={"sources": SOURCES[1:]}).train
@@ -127,7 +127,7 @@ def test_every_token_of_a_source_is_a_label_once_an_epoch(
 
 
 @pytest.mark.capability("C-57", "A-32")
-def test_the_step_that_ends_an_epoch_is_full_and_goes_on_with_the_next(
+def test_the_last_step_of_an_epoch_is_filled_with_samples_of_the_next(
     build: Callable[..., DataStreams],
 ) -> None:
     stream = build(data={"sources": SOURCES[1:]}).train
@@ -195,7 +195,7 @@ def test_three_hundred_elastic_plans_train_the_same_samples_in_the_same_steps(
 
 
 @pytest.mark.acceptance("8d-12c", "8d-17b")
-def test_each_sample_appears_once_an_epoch_under_every_plan(
+def test_each_sample_appears_once_per_epoch_under_every_plan(
     build: Callable[..., DataStreams],
 ) -> None:
     stream = build(
@@ -220,7 +220,7 @@ def test_each_sample_appears_once_an_epoch_under_every_plan(
 
 @pytest.mark.acceptance("8d-12a")
 @pytest.mark.capability("G-26", "O-35")
-def test_the_cursor_is_each_sources_next_index_after_a_finished_step(
+def test_the_cursor_is_the_next_index_of_each_source_after_a_finished_step(
     build: Callable[..., DataStreams],
 ) -> None:
     stream = build().train
@@ -235,7 +235,7 @@ def test_the_cursor_is_each_sources_next_index_after_a_finished_step(
         assert stream.cursor(step) == {"docs": counted[0], "flat": counted[1]}
 
 
-def test_the_fingerprint_follows_everything_that_changes_a_step(
+def test_the_fingerprint_depends_on_everything_that_changes_a_step(
     build: Callable[..., DataStreams],
 ) -> None:
     base = build().fingerprint
@@ -254,7 +254,7 @@ def test_the_fingerprint_follows_everything_that_changes_a_step(
     assert len({base, *(other.fingerprint for other in others)}) == len(others) + 1
 
 
-def test_a_sample_is_described_by_its_place_in_the_source_file(
+def test_a_sample_is_described_by_its_position_in_the_source_file(
     build: Callable[..., DataStreams], topics: list[str]
 ) -> None:
     stream = build().train
@@ -275,7 +275,7 @@ def test_a_sample_is_described_by_its_place_in_the_source_file(
     )
 
 
-def test_positions_before_the_first_and_slots_beyond_the_last_are_refused(
+def test_positions_before_the_first_and_slots_after_the_last_are_refused(
     build: Callable[..., DataStreams],
 ) -> None:
     stream = build().train

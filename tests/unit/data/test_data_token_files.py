@@ -100,7 +100,7 @@ def test_the_number_of_windows_follows_from_the_tokens(
     assert count_windows(tokens, length) == windows
 
 
-def test_windows_come_in_the_order_they_are_asked_for(tmp_path: Path) -> None:
+def test_windows_are_returned_in_the_requested_order(tmp_path: Path) -> None:
     reader = reader_of(write_shards(tmp_path, [50, 50]), 10)
     assert reader.read([7, 0, 7]).tokens[:, 0].tolist() == [70, 0, 70]
     assert reader.read([]).tokens.shape == (0, 11)
@@ -109,7 +109,7 @@ def test_windows_come_in_the_order_they_are_asked_for(tmp_path: Path) -> None:
             reader.read([window])
 
 
-def test_large_ids_are_read_as_they_are(tmp_path: Path) -> None:
+def test_large_ids_are_read_unchanged(tmp_path: Path) -> None:
     np.array([2**32 - 1, 2**31, 5], dtype="<u4").tofile(tmp_path / "f")
     sequence = TokenSequence("uint32", (Shard(tmp_path / "f", 0, 3),))
     assert reader_of(sequence, 2).read([0]).tokens.tolist() == [[2**32 - 1, 2**31, 5]]
@@ -129,7 +129,7 @@ def test_many_shards_need_few_open_files(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_closed_reader_opens_its_files_again(tmp_path: Path) -> None:
+def test_a_closed_reader_reopens_its_files(tmp_path: Path) -> None:
     reader = reader_of(write_shards(tmp_path, [30]), 10)
     reader.read([0])
     reader.close()
@@ -137,7 +137,7 @@ def test_a_closed_reader_opens_its_files_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 31, 70])
-def test_a_file_cut_short_underneath_is_an_error_with_its_name(
+def test_a_file_that_was_truncated_after_opening_is_an_error_with_its_name(
     tmp_path: Path, left: int
 ) -> None:
     sequence = write_shards(tmp_path, [40, 41])
@@ -163,7 +163,7 @@ def test_a_file_removed_before_it_was_opened_is_an_error_with_its_name(
         reader_of(sequence, 10).read([7])
 
 
-def test_threads_may_share_a_reader(
+def test_threads_can_share_a_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_files, "_OPEN_FILES", 2)
@@ -209,7 +209,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, number: int, times: int) -> list[in
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
-def test_a_volume_that_fails_for_a_moment_is_read_again_with_the_file_opened_anew(
+def test_a_temporary_read_error_is_retried_after_opening_the_file_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float], number: int
 ) -> None:
     reader = reader_of(write_shards(tmp_path, [40]), 8)
@@ -222,7 +222,7 @@ def test_a_volume_that_fails_for_a_moment_is_read_again_with_the_file_opened_ane
     assert len(opened) == 4 and pauses == sorted(pauses) and len(pauses) == 3
 
 
-def test_a_volume_that_stays_away_is_trouble_of_the_host_and_no_mistake(
+def test_a_volume_that_stays_unavailable_is_a_host_fault_and_not_a_user_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
 ) -> None:
     reader = reader_of(write_shards(tmp_path, [40]), 8)
@@ -235,7 +235,7 @@ def test_a_volume_that_stays_away_is_trouble_of_the_host_and_no_mistake(
     assert 15 < sum(pauses) < 60
 
 
-def test_a_file_that_seems_too_short_is_looked_at_again_before_it_is_called_so(
+def test_a_file_that_seems_too_short_is_checked_again_before_it_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
 ) -> None:
     sequence = write_shards(tmp_path, [40])

@@ -39,7 +39,7 @@ def recipe_of(training: Recipe, **keys: str) -> Training:
         (LARGE, "<i8", "uint16", "holds little-endian int64 ids"),
     ],
 )
-def test_ids_of_another_width_or_byte_order_are_refused_with_the_right_one(
+def test_ids_of_another_width_or_byte_order_are_refused_with_the_right_dtype(
     training: Recipe,
     prepared_in: Prepare,
     tmp_path: Path,
@@ -81,7 +81,7 @@ def test_ids_of_another_width_or_byte_order_are_refused_with_the_right_one(
         (LARGE % 65_536, "uint16"),
     ],
 )
-def test_ids_of_the_type_that_the_manifest_names_are_taken(
+def test_ids_of_the_dtype_in_the_manifest_are_accepted(
     ids: "np.ndarray[tuple[int], np.dtype[np.int64]]", declared: str
 ) -> None:
     """Numbers that alternate with one separator, a few ids with zeros, and padding are no sign."""

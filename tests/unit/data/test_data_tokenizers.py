@@ -70,7 +70,7 @@ def test_byte_ids_are_the_utf8_bytes_and_decode_to_the_text(texts: list[str]) ->
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text(alphabet=st.characters(codec=None), max_size=20), max_size=6))
-def test_documents_in_one_array_are_the_single_ones_each_with_its_end(
+def test_joined_documents_equal_the_single_ones_each_with_its_end_token(
     texts: list[str],
 ) -> None:
     tokenizer = ByteTokenizer()
@@ -81,7 +81,7 @@ def test_documents_in_one_array_are_the_single_ones_each_with_its_end(
     assert tokens.dtype == np.uint16
 
 
-def test_half_a_surrogate_pair_becomes_the_replacement_character() -> None:
+def test_an_unpaired_surrogate_becomes_the_replacement_character() -> None:
     assert replace_lone_surrogates("a\ud800b") == "a\ufffdb"
     assert (
         ByteTokenizer().decode(ByteTokenizer().encode_many(["a\ud800b"])[0]) == "a\ufffdb"
@@ -103,7 +103,7 @@ def test_the_saved_byte_tokenizer_gives_the_same_ids_in_transformers(
         assert theirs.decode(ids) == text
 
 
-def test_a_transformers_directory_gives_transformers_ids(tmp_path: Path) -> None:
+def test_a_transformers_directory_gives_the_ids_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     directory = train_bpe(tmp_path / "bpe")
@@ -144,7 +144,7 @@ def test_a_helper_process_gets_the_same_ids_in_batches(
     )
 
 
-def test_saving_a_directory_tokenizer_copies_what_makes_it(tmp_path: Path) -> None:
+def test_saving_a_directory_tokenizer_copies_all_its_files(tmp_path: Path) -> None:
     ours = load_directory(train_bpe(tmp_path / "bpe"))
     ours.save_pretrained(tmp_path / "copy")
     again = load_directory(tmp_path / "copy")
@@ -155,7 +155,7 @@ def test_saving_a_directory_tokenizer_copies_what_makes_it(tmp_path: Path) -> No
     ]
 
 
-def test_a_directory_of_an_older_kind_is_converted(tmp_path: Path) -> None:
+def test_a_directory_with_a_slow_tokenizer_is_converted(tmp_path: Path) -> None:
     directory = train_bpe(tmp_path / "bpe")
     expected = load_directory(directory).encode_many(["the quick end"])[0].tolist()
     model = json.loads((directory / "tokenizer.json").read_text())["model"]
@@ -169,7 +169,7 @@ def test_a_directory_of_an_older_kind_is_converted(tmp_path: Path) -> None:
     assert load_directory(directory).encode_many(["the quick end"])[0].tolist() == expected
 
 
-def test_saved_truncation_and_padding_never_touch_a_document(tmp_path: Path) -> None:
+def test_saved_truncation_and_padding_never_apply_to_a_document(tmp_path: Path) -> None:
     directory = train_bpe(tmp_path / "bpe")
     backend = Backend.from_file(str(directory / "tokenizer.json"))
     backend.enable_truncation(max_length=3)
@@ -182,7 +182,7 @@ def test_saved_truncation_and_padding_never_touch_a_document(tmp_path: Path) -> 
     )
 
 
-def test_identity_follows_the_content_and_not_the_place(tmp_path: Path) -> None:
+def test_identity_depends_on_the_content_and_not_on_the_location(tmp_path: Path) -> None:
     first, second = train_bpe(tmp_path / "a"), train_bpe(tmp_path / "b")
     assert load_directory(first).identity == load_directory(second).identity
     text = (second / "tokenizer.json").read_text()
@@ -197,7 +197,7 @@ def test_identity_follows_the_content_and_not_the_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "eos", [{"content": "<|endoftext|>", "special": True}, "<|endoftext|>"]
 )
-def test_the_end_of_a_document_may_be_spelled_either_way(
+def test_the_end_token_of_a_document_may_be_spelled_either_way(
     tmp_path: Path, eos: object
 ) -> None:
     assert load_directory(train_bpe(tmp_path / "bpe", eos=eos)).end_of_document == 0
@@ -209,7 +209,7 @@ def message_of(directory: Path) -> str:
     return str(caught.value)
 
 
-def test_what_is_wrong_with_a_directory_is_said_with_its_remedy(tmp_path: Path) -> None:
+def test_problems_of_a_directory_are_reported_with_a_remedy(tmp_path: Path) -> None:
     assert message_of(tmp_path / "none").startswith(f"{tmp_path / 'none'}: does not exist")
     (tmp_path / "file").write_text("x")
     assert "is not a directory" in message_of(tmp_path / "file")
@@ -231,13 +231,13 @@ def test_what_is_wrong_with_a_directory_is_said_with_its_remedy(tmp_path: Path) 
 @pytest.mark.parametrize(
     "content", ["{}", "no json", '{"version":"1.0","model":{"type":"Nonsense"}}', "\udcff"]
 )
-def test_a_broken_tokenizer_file_is_named(tmp_path: Path, content: str) -> None:
+def test_a_broken_tokenizer_file_is_reported(tmp_path: Path, content: str) -> None:
     directory = train_bpe(tmp_path / "bpe")
     (directory / "tokenizer.json").write_bytes(content.encode("utf-8", "surrogateescape"))
     assert message_of(directory).startswith(f"{directory / 'tokenizer.json'}: ")
 
 
-def test_a_broken_configuration_is_named(tmp_path: Path) -> None:
+def test_a_broken_configuration_is_reported(tmp_path: Path) -> None:
     directory = train_bpe(tmp_path / "bpe")
     (directory / "tokenizer_config.json").write_text("{")
     assert message_of(directory).startswith(
@@ -246,7 +246,7 @@ def test_a_broken_configuration_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.acceptance("input-4e-20")
-def test_code_of_a_directory_is_never_run(tmp_path: Path) -> None:
+def test_code_in_a_directory_is_never_executed(tmp_path: Path) -> None:
     directory = tmp_path / "remote"
     directory.mkdir()
     (directory / "vocab.json").write_text("{}")
@@ -263,7 +263,7 @@ def test_code_of_a_directory_is_never_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_directory_is_read_once_in_a_process_until_its_files_are_others(
+def test_a_directory_is_loaded_once_per_process_until_its_files_change(
     tmp_path: Path,
 ) -> None:
     config = Tokenizer.model_validate({"type": "transformers", "path": "bpe"})
@@ -276,7 +276,7 @@ def test_a_directory_is_read_once_in_a_process_until_its_files_are_others(
     assert other is not first and other.identity != first.identity
 
 
-def test_a_manifest_names_its_tokenizer_relative_to_its_own_directory(
+def test_a_manifest_refers_to_its_tokenizer_relative_to_its_own_directory(
     tmp_path: Path,
 ) -> None:
     train_bpe(tmp_path / "bpe")
@@ -289,7 +289,7 @@ def test_a_manifest_names_its_tokenizer_relative_to_its_own_directory(
     assert load_tokenizer(Tokenizer(), tmp_path).identity == "byte-1"
 
 
-def test_ids_that_no_token_has_are_left_out_of_a_text(tmp_path: Path) -> None:
+def test_ids_without_a_token_are_omitted_from_a_text(tmp_path: Path) -> None:
     """The vocabulary of a model may be larger than its tokenizer's, up to a round number."""
     assert ByteTokenizer().decode([ord("a"), 319, BYTE_END, ord("b"), 257]) == "ab"
     own = load_directory(train_bpe(tmp_path / "own"))

@@ -36,7 +36,7 @@ def content(path: Path, *, size: int = 10_007) -> bytes:
 
 
 @both
-def test_the_content_of_a_compressed_file_is_what_was_compressed(
+def test_a_compressed_file_is_decompressed_to_its_content(
     tmp_path: Path, pack: Pack
 ) -> None:
     path = tmp_path / "any name"
@@ -50,25 +50,25 @@ def test_the_content_of_a_compressed_file_is_what_was_compressed(
 
 
 @both
-def test_joined_archives_are_one(tmp_path: Path, pack: Pack) -> None:
+def test_concatenated_archives_are_one_file(tmp_path: Path, pack: Pack) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"".join(pack(data) for data in (b"one ", b"", DATA, b" two")))
     assert content(path) == b"one " + DATA + b" two"
 
 
-def test_zeros_behind_a_gzip_archive_are_passed_over(tmp_path: Path) -> None:
+def test_zeros_after_a_gzip_archive_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(pack_gzip(b"text") + bytes(100_000))
     assert content(tmp_path / "f") == b"text"
 
 
-def test_a_zstandard_file_may_begin_with_a_frame_that_is_skipped(tmp_path: Path) -> None:
+def test_a_zstandard_file_may_start_with_a_skippable_frame(tmp_path: Path) -> None:
     skipped = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"note"
     (tmp_path / "f").write_bytes(skipped + pack_zstandard(b"text"))
     assert content(tmp_path / "f") == b"text"
 
 
 @both
-def test_seek_goes_on_and_never_back(tmp_path: Path, pack: Pack) -> None:
+def test_seek_moves_forward_and_never_back(tmp_path: Path, pack: Pack) -> None:
     path = tmp_path / "f"
     path.write_bytes(pack(DATA))
     with open_content(path) as file:
@@ -81,7 +81,7 @@ def test_seek_goes_on_and_never_back(tmp_path: Path, pack: Pack) -> None:
 
 @both
 @pytest.mark.parametrize("cut", [5, 40_000, -1])
-def test_an_archive_that_was_cut_short_is_an_error_with_its_position(
+def test_a_truncated_archive_is_an_error_with_its_position(
     tmp_path: Path, pack: Pack, cut: int
 ) -> None:
     path = tmp_path / "f"
@@ -113,7 +113,7 @@ def test_a_damaged_archive_is_an_error_with_its_position(
         content(path)
 
 
-def test_without_a_library_for_zstandard_the_message_says_what_to_install(
+def test_without_a_zstandard_library_the_message_names_the_package_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "f").write_bytes(pack_zstandard(b"text"))
@@ -151,7 +151,7 @@ def test_a_zstandard_file_with_a_large_window_is_read(
     assert content(path) == DATA
 
 
-def test_a_file_that_needs_a_dictionary_is_not_called_damaged(tmp_path: Path) -> None:
+def test_a_file_that_needs_a_dictionary_is_not_reported_as_damaged(tmp_path: Path) -> None:
     samples = [f"sample {number} of the dictionary".encode() * 4 for number in range(2000)]
     dictionary = zstandard.train_dictionary(4096, samples)
     path = tmp_path / "f"
@@ -162,7 +162,7 @@ def test_a_file_that_needs_a_dictionary_is_not_called_damaged(tmp_path: Path) ->
     assert "zstd -d -D" in str(refused.value)
 
 
-def test_a_window_for_which_there_is_no_memory_is_not_called_damage(
+def test_a_window_without_enough_memory_is_not_reported_as_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)

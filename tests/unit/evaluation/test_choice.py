@@ -51,21 +51,21 @@ def sets(*names: str) -> Any:
     ("asked", "name"),
     [("last", "step-9"), ("best", "step-4"), ("4", "step-4.g7"), ("0009", "step-9")],
 )
-def test_a_checkpoint_is_the_last_the_best_or_the_newest_of_a_step(
+def test_a_checkpoint_is_chosen_as_last_best_or_newest_of_a_step(
     asked: str, name: str
 ) -> None:
     found = store("step-9", "step-4.g7", "step-4", best="step-4")
     assert choose_checkpoint(found, asked).name == name
 
 
-def test_one_whose_files_are_missing_is_passed_over() -> None:
+def test_a_checkpoint_with_missing_files_is_skipped() -> None:
     found = store("step-9", "step-4", damaged="step-9")
     assert choose_checkpoint(found, "last").name == "step-4"
     with pytest.raises(CheckpointError, match="step-9: cannot be loaded; file rank-00000"):
         choose_checkpoint(found, "9")
 
 
-def test_a_moment_s_trouble_of_the_volume_is_no_reason_to_take_an_older_one(
+def test_a_temporary_volume_error_does_not_choose_an_older_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
@@ -82,14 +82,16 @@ def test_a_moment_s_trouble_of_the_volume_is_no_reason_to_take_an_older_one(
         ("best", "no checkpoint is the best; .* Name a step; there are 4, 9"),
     ],
 )
-def test_what_is_not_there_is_refused_with_what_is(asked: str, message: str) -> None:
+def test_a_missing_choice_is_refused_with_the_available_ones(
+    asked: str, message: str
+) -> None:
     with pytest.raises(CheckpointError, match=message):
         choose_checkpoint(store("step-9", "step-4"), asked)
 
 
 @pytest.mark.acceptance("8d-4h")
 @pytest.mark.parametrize("asked", ["newest", "-3", "4.0", ""])
-def test_what_is_no_step_is_refused(asked: str) -> None:
+def test_an_invalid_step_is_refused(asked: str) -> None:
     with pytest.raises(
         ConfigurationError, match=r"is no step; .* Use a step, best or last"
     ):
@@ -113,7 +115,7 @@ def test_sets_are_chosen_by_name_in_the_order_of_the_run() -> None:
     ]
 
 
-def test_all_unknown_sets_are_named_at_once_with_those_that_there_are() -> None:
+def test_all_unknown_sets_are_reported_together_with_the_available_ones() -> None:
     with pytest.raises(ConfigurationError) as refused:
         choose_sets(sets("heldOut", "wiki"), ["heldout", "zzz", "wiki"])
     assert [str(problem) for problem in refused.value.problems] == [

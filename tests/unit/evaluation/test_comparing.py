@@ -85,7 +85,7 @@ def test_each_result_has_a_verdict(
         ),
     ],
 )
-def test_what_cannot_be_compared_is_refused_before_anything_is_opened(
+def test_incomparable_runs_are_refused_before_anything_is_opened(
     tmp_path: Path, options: list[str], said: str
 ) -> None:
     parser = argparse.ArgumentParser()

@@ -131,7 +131,7 @@ def test_the_loss_is_the_mean_over_valid_tokens_for_every_batch_size(size: int) 
 @pytest.mark.acceptance("8d-17c", "number-O-67")
 @pytest.mark.capability("O-67")
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_the_parts_of_any_world_add_up_to_the_whole(size: int) -> None:
+def test_the_parts_of_any_world_size_sum_to_the_whole(size: int) -> None:
     """Without a group each rank returns its own part: together they are the whole set, each batch once."""
     model, samples = Table(), Samples(rows(), 2)
     whole = run(make(model, 2), samples)
@@ -143,7 +143,7 @@ def test_the_parts_of_any_world_add_up_to_the_whole(size: int) -> None:
 
 
 @pytest.mark.acceptance("8d-17c")
-def test_a_sharded_rank_without_a_batch_runs_all_the_same_and_counts_nothing(
+def test_a_sharded_rank_without_a_batch_takes_part_and_counts_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[int] = []
@@ -159,7 +159,7 @@ def test_a_sharded_rank_without_a_batch_runs_all_the_same_and_counts_nothing(
     assert freed == [model]
 
 
-def test_evaluation_draws_no_random_numbers_and_puts_the_mode_back() -> None:
+def test_evaluation_draws_no_random_numbers_and_restores_the_mode() -> None:
     model = Table()
     before = torch.random.get_rng_state()
     first = run(make(model, 2), Samples(rows(), 2))
@@ -169,7 +169,7 @@ def test_evaluation_draws_no_random_numbers_and_puts_the_mode_back() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_stop_ends_it_without_a_result_and_with_the_mode_put_back() -> None:
+def test_a_stop_ends_the_evaluation_without_a_result_and_restores_the_mode() -> None:
     model = Table()
     result = make(model, 1).run(
         Samples(rows(), 1),
@@ -195,7 +195,7 @@ def test_progress_counts_batches_of_all_ranks() -> None:
     assert told == [(4, 6), (6, 6)]
 
 
-def test_a_measure_that_calls_the_model_often_ends_at_the_call_after_the_group_has_ended() -> (
+def test_a_measure_that_calls_the_model_repeatedly_ends_at_the_call_after_the_group_ended() -> (
     None
 ):
     model = Table()
@@ -219,7 +219,7 @@ def test_a_measure_that_calls_the_model_often_ends_at_the_call_after_the_group_h
     model(torch.zeros(1, dtype=torch.int64))
 
 
-def test_metrics_may_be_made_of_the_means_of_the_parts() -> None:
+def test_metrics_can_be_computed_from_the_means_of_the_parts() -> None:
     runner = make(Table(), 3)
     plain = run(runner, Samples(rows(), 3))
     loss_of = runner.measures["some"].loss_of
@@ -231,7 +231,7 @@ def test_metrics_may_be_made_of_the_means_of_the_parts() -> None:
 
 
 @pytest.mark.parametrize("is_own", [False, True])
-def test_a_stage_that_is_without_a_part_has_no_place_for_it(is_own: bool) -> None:
+def test_a_stage_without_a_part_has_no_value_for_it(is_own: bool) -> None:
     """The tally is that of the stage, whose losses do not have the part."""
     samples = Samples(rows(), 3)
     runner = make(Table(), 3)
@@ -257,7 +257,7 @@ def test_a_stage_that_is_without_a_part_has_no_place_for_it(is_own: bool) -> Non
 
 
 @pytest.mark.parametrize(("is_own", "measured"), [(False, 4), (True, 1)])
-def test_a_stop_is_heard_after_each_batch_of_a_measure_of_ones_own(
+def test_a_stop_is_checked_after_each_batch_of_a_custom_measure(
     is_own: bool, measured: int
 ) -> None:
     """One batch of it may take as long as many others."""
@@ -298,7 +298,7 @@ class Others(World):
     ],
     ids=["the same", "another set", "another place", "a majority", "a minority"],
 )
-def test_a_rank_whose_set_is_not_that_of_the_others_measures_nothing(
+def test_a_rank_whose_set_differs_from_the_other_ranks_measures_nothing(
     others: list[tuple[str, int]], is_refused: bool
 ) -> None:
     """The mean would be of parts of several sets, or of batches that are counted twice."""
@@ -326,7 +326,7 @@ def test_a_rank_whose_set_is_not_that_of_the_others_measures_nothing(
 
 @pytest.mark.capability("O-17", "O-18", "O-68")
 @pytest.mark.parametrize("cut", [1, 5, 9])
-def test_an_evaluation_that_is_cut_goes_on_in_another_world_with_the_same_bits(
+def test_an_interrupted_evaluation_resumes_with_another_world_size_and_equal_bits(
     cut: int,
 ) -> None:
     """Cut by a stop after ``cut`` looks at it, through JSON, and ended by a world of another size."""

@@ -54,7 +54,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> None:
     monkeypatch.setattr(CheckpointReader, "read_manifest", read_manifest)
 
 
-def test_a_volume_that_refuses_for_a_moment_is_tried_again(
+def test_a_temporary_volume_error_is_retried(
     evaluator: CheckpointEvaluator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer(monkeypatch, EIO, EIO, MANIFEST)
@@ -62,7 +62,7 @@ def test_a_volume_that_refuses_for_a_moment_is_tried_again(
         evaluator._load(CANDIDATE)
 
 
-def test_a_volume_that_refuses_for_long_does_not_say_that_the_checkpoint_is_gone(
+def test_a_lasting_volume_error_is_not_reported_as_a_missing_checkpoint(
     evaluator: CheckpointEvaluator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer(monkeypatch, EIO)
@@ -78,7 +78,7 @@ def test_a_volume_that_refuses_for_long_does_not_say_that_the_checkpoint_is_gone
     ],
     ids=["removed", "another one of its name"],
 )
-def test_a_checkpoint_that_is_gone_or_another_by_now_is_refused(
+def test_a_missing_or_replaced_checkpoint_is_refused(
     evaluator: CheckpointEvaluator, monkeypatch: pytest.MonkeyPatch, now: Any
 ) -> None:
     answer(monkeypatch, now)

@@ -38,7 +38,7 @@ def refuse_links(*_: Any) -> None:
 
 @pytest.mark.capability("T-X9")
 @pytest.mark.parametrize("has_links", [True, False])
-def test_a_result_is_written_once_and_the_first_one_stays(
+def test_a_result_is_written_once_and_the_first_one_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
 ) -> None:
     if not has_links:
@@ -57,13 +57,13 @@ def test_a_result_is_written_once_and_the_first_one_stays(
     "change",
     [{"checkpoint": "step-8.g2"}, {"checksum": "ab"}, {"name": "other"}, {"key": "bc"}],
 )
-def test_what_was_measured_otherwise_has_a_file_of_its_own(
+def test_a_measurement_with_other_settings_has_its_own_file(
     tmp_path: Path, change: dict[str, str]
 ) -> None:
     assert place(tmp_path, **change).path != place(tmp_path).path
 
 
-def test_any_name_of_a_set_makes_a_name_of_a_file(tmp_path: Path) -> None:
+def test_any_set_name_gives_a_valid_file_name(tmp_path: Path) -> None:
     one, other = place(tmp_path, name="a/../b ü"), place(tmp_path, name="a/../b ö")
     assert one.path.parent == tmp_path / "evaluations"
     assert one.name != other.name and one.name.startswith("step-8.a_b_.")
@@ -71,13 +71,13 @@ def test_any_name_of_a_set_makes_a_name_of_a_file(tmp_path: Path) -> None:
     assert one.path.is_file()
 
 
-def test_a_loss_that_is_no_number_is_null(tmp_path: Path) -> None:
+def test_a_non_finite_loss_is_null(tmp_path: Path) -> None:
     write_result(place(tmp_path), {"loss": float("nan")})
     assert json.loads(place(tmp_path).path.read_text())["loss"] is None
 
 
 @pytest.mark.capability("O-43")
-def test_what_a_cut_evaluation_has_goes_with_its_result_or_with_its_checkpoint(
+def test_partial_results_are_deleted_with_the_result_or_with_the_checkpoint(
     tmp_path: Path,
 ) -> None:
     done, going, stale = (
@@ -94,7 +94,7 @@ def test_what_a_cut_evaluation_has_goes_with_its_result_or_with_its_checkpoint(
     assert [one.cut.exists() for one in (done, going, stale)] == [False, True, False]
 
 
-def test_what_another_evaluator_is_writing_is_left_to_it(tmp_path: Path) -> None:
+def test_a_file_that_another_evaluator_is_writing_is_left_to_it(tmp_path: Path) -> None:
     """It was removed between its writing and its renaming, which ended that evaluator."""
     write_cut(place(tmp_path), {"done": 3})
     folder = place(tmp_path).cut.parent
@@ -108,7 +108,7 @@ def test_what_another_evaluator_is_writing_is_left_to_it(tmp_path: Path) -> None
     assert going.exists() and not stale.exists()
 
 
-def test_what_belongs_to_a_checkpoint_that_is_published_meanwhile_is_left(
+def test_files_of_a_checkpoint_that_is_being_published_are_kept(
     tmp_path: Path,
 ) -> None:
     write_cut(place(tmp_path), {"done": 3})
@@ -124,9 +124,7 @@ def test_what_belongs_to_a_checkpoint_that_is_published_meanwhile_is_left(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]"])
-def test_what_cannot_be_read_of_a_cut_evaluation_counts_nothing(
-    tmp_path: Path, text: str
-) -> None:
+def test_unreadable_partial_results_count_nothing(tmp_path: Path, text: str) -> None:
     write_cut(place(tmp_path), {"done": 3})
     place(tmp_path).cut.write_text(text)
     assert read_cut(place(tmp_path)) == {}

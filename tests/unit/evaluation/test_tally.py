@@ -19,7 +19,7 @@ def through_json(tally: EvaluationCounts) -> EvaluationCounts:
 
 
 @pytest.mark.parametrize("width", [1, 7, 500])
-def test_the_mean_is_that_of_the_exactly_rounded_sum_wherever_it_was_cut(
+def test_the_mean_is_the_exactly_rounded_sum_for_any_interruption(
     width: int,
 ) -> None:
     tally = EvaluationCounts("key")
@@ -48,9 +48,7 @@ def test_sums_do_not_depend_on_the_order() -> None:
         ([1.7e308, 1.7e308], math.inf),
     ],
 )
-def test_numbers_that_are_not_finite_show_in_the_mean(
-    numbers: list[float], mean: float
-) -> None:
+def test_non_finite_numbers_appear_in_the_mean(numbers: list[float], mean: float) -> None:
     tally = EvaluationCounts("key")
     for number in numbers:
         tally.add([[number]], num_batches=1, weight=1)
@@ -59,14 +57,14 @@ def test_numbers_that_are_not_finite_show_in_the_mean(
     assert tally.means() == [pytest.approx(mean, nan_ok=True)]
 
 
-def test_a_set_that_weighs_nothing_has_no_mean() -> None:
+def test_a_set_without_weight_has_no_mean() -> None:
     tally = EvaluationCounts("key", ("a",))
     tally.add([[0.0], [0.0]], num_batches=1, weight=0)
     assert all(math.isnan(mean) for mean in tally.means())
 
 
 @pytest.mark.parametrize(("key", "names"), [("other", ("a",)), ("key", ("a", "b"))])
-def test_what_was_measured_otherwise_counts_nothing(
+def test_a_measurement_with_other_settings_counts_nothing(
     key: str, names: tuple[str, ...]
 ) -> None:
     tally = EvaluationCounts("key", ("a",))

@@ -77,7 +77,7 @@ def test_each_checkpoint_is_evaluated_once_and_the_oldest_first() -> None:
     assert run.coming == [] and run.warnings == []
 
 
-def test_a_checkpoint_that_comes_with_the_end_is_evaluated_too() -> None:
+def test_a_checkpoint_published_at_the_end_is_evaluated_too() -> None:
     class EndsAtOnce(FakeRun):
         """Publishes, and is complete a moment later, right behind the first look at the checkpoints."""
 
@@ -97,7 +97,7 @@ def test_a_step_that_was_trained_again_is_another_checkpoint() -> None:
     assert run.watch() == ["step-2", "step-2"]
 
 
-def test_what_cannot_be_evaluated_is_named_once_and_passed_over() -> None:
+def test_a_checkpoint_that_cannot_be_evaluated_is_reported_once_and_skipped() -> None:
     run = FakeRun(
         [candidate(2, ""), candidate(4), candidate(6), candidate(8)],
         ["complete"],
