@@ -71,7 +71,7 @@ def test_an_adapter_adds_the_scaled_product_of_its_two_matrices() -> None:
 @pytest.mark.parametrize(
     ("lora", "factor"), [({}, 2.0), ({"alpha": 1}, 0.25), ({"rankStabilized": True}, 4.0)]
 )
-def test_the_factor_of_an_adapter_is_alpha_over_its_rank_or_its_root(
+def test_the_adapter_scale_is_alpha_divided_by_the_rank_or_its_root(
     lora: dict[str, Any], factor: float
 ) -> None:
     layers = [one for one in build(**lora).modules() if isinstance(one, LoraLayer)]
@@ -83,7 +83,7 @@ def test_by_default_every_linear_layer_but_the_head_has_an_adapter() -> None:
     assert len(names) == 2 * 7 and not any("lm_head" in name for name in names)
 
 
-def test_an_adapter_is_a_function_of_the_seed_and_begins_by_adding_nothing() -> None:
+def test_adapter_weights_depend_on_the_seed_and_initially_add_zero() -> None:
     settings = Model.model_validate({"config": LLAMA})
     plain = build_model(
         plan_model(settings, base_directory=Path(), vocab_size=257),
@@ -103,7 +103,7 @@ def test_an_adapter_is_a_function_of_the_seed_and_begins_by_adding_nothing() -> 
     assert all(torch.equal(value, stored[name]) for name, value in plain.named_parameters())
 
 
-def test_the_state_has_what_is_trained_alone_and_the_base_has_a_hash() -> None:
+def test_the_state_has_only_trained_parameters_and_the_base_has_a_hash() -> None:
     model = build()
     trained = {name for name, one in model.named_parameters() if one.requires_grad}
     assert set(module_tensors(model)) == trained and all(
@@ -132,7 +132,7 @@ def test_a_model_without_adapters_has_no_base() -> None:
     assert find_bases(Modules({"model": torch.nn.Linear(2, 2)})) == {}
 
 
-def test_the_base_has_its_values_also_where_a_checkpoint_follows() -> None:
+def test_the_base_has_its_weights_although_a_checkpoint_is_loaded_later() -> None:
     settings = Model.model_validate({"config": LLAMA, "lora": {"rank": 4}})
     plan = plan_model(settings, base_directory=Path(), vocab_size=257)
     one = base_tensors(build_model(plan, seed=1, precision="fp32"))
@@ -141,7 +141,7 @@ def test_the_base_has_its_values_also_where_a_checkpoint_follows() -> None:
     assert defer_model(plan, seed=1, precision="fp32") is None
 
 
-def test_an_empty_model_has_the_names_and_types_of_a_whole_one() -> None:
+def test_an_empty_model_has_the_names_and_types_of_the_full_model() -> None:
     settings = Model.model_validate(
         {"config": LLAMA, "lora": {"rank": 4, "baseDtype": "bf16"}}
     )
@@ -188,13 +188,13 @@ def test_a_base_in_bf16_trains_adapters_in_fp32() -> None:
         ({"rank": 33}, "lora.rank: 33 is above the 32 of model.layers.0.self_attn.q_proj"),
     ],
 )
-def test_adapters_that_cannot_be_are_refused_with_what_there_is(
+def test_invalid_adapters_are_refused_with_the_available_layers(
     lora: dict[str, Any], said: str
 ) -> None:
     assert said in refusal(**lora)
 
 
-def test_a_head_that_shares_its_weights_gets_no_adapter() -> None:
+def test_a_tied_head_gets_no_adapter() -> None:
     tied = {**LLAMA, "tie_word_embeddings": True}
     assert "which shares its weights with the embeddings" in refusal(
         tied, targetModules=["lm_head"]
@@ -205,12 +205,12 @@ def test_a_head_that_shares_its_weights_gets_no_adapter() -> None:
     )
 
 
-def test_all_wrong_names_are_told_at_once() -> None:
+def test_all_unknown_names_are_reported_together() -> None:
     text = refusal(targetModules=["one", "two"])
     assert "'one' names no module" in text and "'two' names no module" in text
 
 
-def test_without_peft_adapters_are_refused_with_what_to_install(
+def test_without_peft_adapters_are_refused_with_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
@@ -234,7 +234,7 @@ def test_a_model_without_adapters_is_built_without_importing_peft() -> None:
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_a_merged_model_is_a_plain_one_that_computes_the_same(
+def test_a_merged_model_has_no_adapters_and_the_same_outputs(
     config: dict[str, Any],
 ) -> None:
     model = learn(build(config)).eval()
@@ -249,13 +249,13 @@ def test_a_merged_model_is_a_plain_one_that_computes_the_same(
     torch.testing.assert_close(model(IDS).logits, before, rtol=1e-4, atol=1e-4)
 
 
-def test_peft_has_a_name_of_its_own_for_each_parameter() -> None:
+def test_adapter_parameters_are_exported_under_peft_names() -> None:
     name = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
     found = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     assert adapter_key(name) == found
 
 
-def test_weights_to_begin_with_are_refused_beside_adapters(tmp_path: Path) -> None:
+def test_initial_weights_are_refused_together_with_adapters(tmp_path: Path) -> None:
     lora = Lora.model_validate({"rank": 4})
     assert check_initial(tmp_path, lora) == []
     (tmp_path / "config.json").write_text("{}")

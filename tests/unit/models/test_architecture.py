@@ -57,7 +57,7 @@ def rows() -> dict[str, str]:
     return {name.strip(" `"): state.strip() for _, name, state, *_ in cells}
 
 
-def test_a_class_without_sdpa_is_built_with_eager_attention_on_every_way() -> None:
+def test_a_class_without_sdpa_always_gets_eager_attention() -> None:
     import torch
 
     one = plan(GEMMA2)
@@ -78,7 +78,7 @@ def test_a_class_without_sdpa_is_built_with_eager_attention_on_every_way() -> No
     assert kernels["attention"] == "eager"
 
 
-def test_a_kernel_is_refused_where_no_kernel_is_called() -> None:
+def test_a_kernel_choice_is_refused_for_a_model_with_eager_attention_only() -> None:
     import torch
 
     with pytest.raises(ModelError, match="only eager attention"):
@@ -90,7 +90,7 @@ def test_a_kernel_is_refused_where_no_kernel_is_called() -> None:
         )
 
 
-def test_a_model_whose_tokens_see_later_ones_is_refused() -> None:
+def test_a_model_with_non_causal_attention_is_refused() -> None:
     with pytest.raises(ModelError, match="is_decoder: true"):
         build_model(plan(BERT), seed=0, precision="fp32")
     build_model(plan({**BERT, "is_decoder": True}), seed=0, precision="fp32")
@@ -103,7 +103,7 @@ def test_a_model_whose_tokens_see_later_ones_is_refused() -> None:
         ("gemma3", "Set model_type: gemma3_text"),
     ],
 )
-def test_an_architecture_that_cannot_be_trained_is_refused_with_a_way_out(
+def test_an_architecture_that_cannot_be_trained_is_refused_with_a_remedy(
     kind: str, said: str
 ) -> None:
     with pytest.raises(ModelError) as caught:
@@ -118,5 +118,7 @@ def test_the_page_lists_the_architectures_of_the_installed_transformers(
 
 
 @pytest.mark.parametrize("name", ["bloom", "falcon", "mamba", "phi", "xlnet"])
-def test_the_page_says_what_a_small_model_does(generator: ModuleType, name: str) -> None:
+def test_the_page_matches_the_behaviour_of_a_small_model(
+    generator: ModuleType, name: str
+) -> None:
     assert generator.try_architecture(name).state == rows()[name], "run make architectures"

@@ -53,7 +53,7 @@ def compare(
         ({}, {"tie_word_embeddings": True}, "tie_word_embeddings"),
     ],
 )
-def test_a_setting_with_which_weights_compute_something_else_is_refused_by_its_key(
+def test_a_setting_that_changes_the_computation_of_stored_weights_is_refused_by_its_key(
     stored: dict[str, Any], own: dict[str, Any], key: str
 ) -> None:
     refused, _ = compare(LLAMA, stored, own)
@@ -78,15 +78,13 @@ def test_a_setting_with_which_weights_compute_something_else_is_refused_by_its_k
         (GPT2, {}, {"activation_function": "gelu_pytorch_tanh"}, []),
     ],
 )
-def test_a_setting_that_changes_nothing_is_listed_and_another_spelling_is_not(
+def test_a_setting_without_effect_is_listed_and_another_spelling_is_not(
     config: dict[str, Any], stored: dict[str, Any], own: dict[str, Any], listed: list[str]
 ) -> None:
     assert compare(config, stored, own) == ([], listed)
 
 
-def test_more_positions_are_another_function_where_rotary_positions_depend_on_them() -> (
-    None
-):
+def test_more_positions_change_the_function_if_rotary_positions_depend_on_them() -> None:
     dynamic = {"rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 2.0}}
     refused, _ = compare(LLAMA, dynamic, {**dynamic, "max_position_embeddings": 64})
     assert refused == ["max_position_embeddings"]
@@ -109,7 +107,7 @@ def load(directory: Path, **changes: Any) -> tuple[Any, list[str]]:
     return model, lines
 
 
-def test_weights_of_a_directory_are_loaded_only_into_a_model_that_computes_the_same(
+def test_weights_of_a_directory_are_loaded_only_into_an_equivalent_model(
     tmp_path: Path,
 ) -> None:
     saved = save(tmp_path)
@@ -135,7 +133,7 @@ def contradict(directory: Path) -> Any:
     return model
 
 
-def test_a_head_that_differs_from_the_embeddings_is_trained_as_a_tensor_of_its_own(
+def test_a_head_that_differs_from_the_embeddings_is_trained_as_its_own_tensor(
     tmp_path: Path,
 ) -> None:
     from evergrad_trainer.models.build import build_empty_model

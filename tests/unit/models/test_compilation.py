@@ -75,7 +75,9 @@ def graphs_of_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def test_sums_of_later_blocks_begin_before_the_backward_pass_of_earlier_ones() -> None:
+def test_gradient_sums_of_later_blocks_start_before_the_backward_pass_of_earlier_ones() -> (
+    None
+):
     torch.manual_seed(0)
     model = Stack()
     assert compile_blocks(model)
@@ -103,7 +105,7 @@ def test_sums_of_later_blocks_begin_before_the_backward_pass_of_earlier_ones() -
     assert diary.entries == ["product"] * 2 + ["sum"] + block * LAYERS + ["product", "sum"]
 
 
-def test_blocks_that_are_alike_share_one_graph() -> None:
+def test_equal_blocks_share_one_graph() -> None:
     model = Stack()
     compile_blocks(model)
     torch._dynamo.utils.counters.clear()
@@ -111,5 +113,5 @@ def test_blocks_that_are_alike_share_one_graph() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_a_model_without_blocks_says_so() -> None:
+def test_a_model_without_blocks_is_not_compiled() -> None:
     assert not compile_blocks(nn.Linear(2, 2))

@@ -35,7 +35,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     return Compiler(monkeypatch)
 
 
-def test_what_one_process_has_compiled_is_given_to_the_next(
+def test_code_compiled_by_one_process_is_loaded_by_the_next(
     compiler: Compiler, tmp_path: Path
 ) -> None:
     folder = tmp_path / "compiled"
@@ -56,7 +56,7 @@ def test_what_one_process_has_compiled_is_given_to_the_next(
     assert [path.suffix for path in folder.iterdir()] == [".bin"]
 
 
-def test_a_torn_file_is_passed_over_and_written_again(
+def test_a_truncated_file_is_ignored_and_written_again(
     compiler: Compiler, tmp_path: Path
 ) -> None:
     compiler.compiled = b"kernels"
@@ -67,7 +67,7 @@ def test_a_torn_file_is_passed_over_and_written_again(
     assert save_compiled(tmp_path, CPU, loaded_bytes=0) and path.read_bytes() == b"kernels"
 
 
-def test_files_are_bounded_in_size_and_number(
+def test_cache_files_are_bounded_in_size_and_number(
     compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler.compiled = b"kernels"
@@ -84,7 +84,7 @@ def test_files_are_bounded_in_size_and_number(
     assert not save_compiled(tmp_path, CPU, loaded_bytes=0)
 
 
-def test_trouble_of_the_volume_costs_nothing_but_the_time_to_compile(
+def test_a_volume_error_costs_only_the_time_to_compile(
     compiler: Compiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiler.compiled = b"kernels"

@@ -58,7 +58,7 @@ def run(
         ("mixtral", {"output_router_logits": True}),
     ],
 )
-def test_the_ids_are_those_that_transformers_generates(name: str, further: Any) -> None:
+def test_generated_ids_match_transformers(name: str, further: Any) -> None:
     model = build(name, **further)
     found = run(model)
     for prompt, ids in zip(PROMPTS, found, strict=True):
@@ -70,7 +70,7 @@ def test_the_ids_are_those_that_transformers_generates(name: str, further: Any) 
     assert len({tuple(ids) for ids in found}) == 3
 
 
-def test_what_is_kept_changes_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_value_cache_does_not_change_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     kept = run(model)
     monkeypatch.setattr(decoding, "_Cached", decoding._Whole)
@@ -78,7 +78,9 @@ def test_what_is_kept_changes_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_row_ends_at_the_models_last_position_and_the_others_go_on(name: str) -> None:
+def test_a_row_ends_at_the_last_position_of_the_model_and_the_others_continue(
+    name: str,
+) -> None:
     model = build(name)
     prompts = [[7] * 60, [8] * 3]
     long, short = run(model, prompts, most=30)
@@ -86,12 +88,12 @@ def test_a_row_ends_at_the_models_last_position_and_the_others_go_on(name: str) 
     assert short == run(model, prompts[1:], most=30)[0]
 
 
-def test_nothing_to_go_on_from_is_nothing() -> None:
+def test_an_empty_batch_generates_nothing() -> None:
     assert run(build("llama"), []) == []
 
 
 @pytest.mark.parametrize("is_even", [True, False])
-def test_the_model_is_called_as_often_as_it_may_be_where_others_take_part(
+def test_every_rank_calls_the_model_the_maximum_number_of_times_if_others_take_part(
     is_even: bool,
 ) -> None:
     model = build("llama")

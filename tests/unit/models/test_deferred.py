@@ -51,7 +51,7 @@ def assert_same_state(one: nn.Module, other: nn.Module) -> None:
 @pytest.mark.capability("T-5")
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_weights_made_one_by_one_have_the_bits_of_a_whole_model(
+def test_weights_initialised_one_by_one_are_bit_equal_to_a_whole_model(
     config: dict[str, Any], precision: str
 ) -> None:
     deferred = defer_model(plan(config=config), seed=7, precision=precision)
@@ -74,7 +74,7 @@ def test_weights_of_a_directory_are_read_one_by_one(
     assert_same_state(deferred.model, whole)
 
 
-def test_a_directory_with_other_names_is_loaded_whole_instead(tmp_path: Path) -> None:
+def test_a_directory_with_other_tensor_names_is_loaded_completely(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     build_model(plan(config=LLAMA), seed=1, precision="fp32").save_pretrained(tmp_path)
@@ -87,7 +87,7 @@ def test_a_directory_with_other_names_is_loaded_whole_instead(tmp_path: Path) ->
     assert defer_model(plan(path=str(tmp_path)), seed=7, precision="fp32") is None
 
 
-def test_an_initialisation_that_cannot_be_replayed_builds_the_model_whole(
+def test_an_initialisation_that_cannot_be_replayed_builds_the_whole_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm

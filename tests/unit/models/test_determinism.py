@@ -34,7 +34,7 @@ def _restored() -> Iterator[None]:
 
 
 @pytest.mark.capability("O-12", "G-62", "G-63", "G-95")
-def test_the_switch_sets_what_it_says_and_the_record_shows_it(
+def test_the_determinism_setting_is_applied_and_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -52,7 +52,7 @@ def test_the_switch_sets_what_it_says_and_the_record_shows_it(
     }
 
 
-def test_a_tasks_own_choice_is_not_undone() -> None:
+def test_a_choice_of_the_task_is_not_reverted() -> None:
     torch.use_deterministic_algorithms(True)
     choose_determinism(Reproducibility(), CPU)
     assert torch.are_deterministic_algorithms_enabled()
@@ -65,7 +65,7 @@ def test_exact_needs_the_kernels_on_accelerators_only() -> None:
     assert needs_deterministic_kernels(asked, on_accelerator=False)
 
 
-def test_an_operation_without_such_a_kernel_is_the_files_mistake() -> None:
+def test_an_operation_without_a_deterministic_kernel_is_a_user_error() -> None:
     choose_determinism(Reproducibility(deterministic=True), CPU)
     weights = torch.ones(4)
     # In torch itself this one has no deterministic kernel on any device.
@@ -83,7 +83,7 @@ def test_an_operation_without_such_a_kernel_is_the_files_mistake() -> None:
 
 
 @pytest.mark.capability("A-25")
-def test_pythons_and_numpys_generators_belong_to_the_slot_too() -> None:
+def test_python_and_numpy_generators_are_seeded_per_slot_too() -> None:
     def draw(step: int, slot: int) -> tuple[float, float, float]:
         seed_generators(7, step, slot, Purpose.FORWARD)
         return random.random(), float(np.random.random()), float(torch.rand(()))

@@ -69,7 +69,7 @@ def pack_by_hand(size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("name", sorted(MASKED))
 @pytest.mark.parametrize("chunk", [None, 4])
-def test_the_loss_of_packed_documents_is_that_of_each_by_itself(
+def test_the_loss_of_packed_documents_equals_the_sum_over_single_documents(
     name: str, chunk: int | None
 ) -> None:
     loss_sum = causal_lm_loss(build(name), chunk_tokens=chunk)
@@ -86,7 +86,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_by_itself(
     )
 
 
-def test_a_mixture_of_experts_with_its_router_loss_keeps_documents_apart() -> None:
+def test_a_mixture_of_experts_with_router_loss_keeps_documents_apart() -> None:
     model = build("mixtral", output_router_logits=True)
     loss_sum = causal_lm_loss(model)
     alone = sum(
@@ -99,7 +99,7 @@ def test_a_mixture_of_experts_with_its_router_loss_keeps_documents_apart() -> No
     assert loss_sum(*pack_by_hand(9)) > packed
 
 
-def test_a_router_loss_that_weighs_nothing_is_no_reason_for_a_mask() -> None:
+def test_a_router_loss_with_zero_weight_needs_no_mask() -> None:
     """transformers computes it all the same, and knows no mask of documents."""
     model = build("mixtral", output_router_logits=True, router_aux_loss_coef=0.0).train()
     loss_sum = causal_lm_loss(model)
@@ -110,7 +110,7 @@ def test_a_router_loss_that_weighs_nothing_is_no_reason_for_a_mask() -> None:
     assert torch.isclose(packed, torch.as_tensor(alone), rtol=1e-5, atol=0)
 
 
-def test_the_gradients_of_packed_documents_are_those_of_each_by_itself() -> None:
+def test_the_gradients_of_packed_documents_equal_those_of_single_documents() -> None:
     model = build("llama")
     loss_sum = causal_lm_loss(model)
     loss_sum(*pack_by_hand(16)).backward()
@@ -123,7 +123,7 @@ def test_the_gradients_of_packed_documents_are_those_of_each_by_itself() -> None
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-6)
 
 
-def test_a_token_sees_those_before_it_in_its_document() -> None:
+def test_a_token_attends_only_to_earlier_tokens_of_its_document() -> None:
     mask = keep_apart(torch.tensor([[0, 1, 0, 1, 0]]))["attention_mask"]
     assert mask.int().tolist() == [
         [
@@ -145,7 +145,7 @@ def test_a_token_sees_those_before_it_in_its_document() -> None:
         (AutoConfig.for_model("mistral", sliding_window=8), "sees 8 tokens here"),
     ],
 )
-def test_a_model_that_cannot_keep_documents_apart_is_named(
+def test_a_model_that_cannot_keep_documents_apart_is_reported(
     config: object, said: str
 ) -> None:
     assert said in (why_not_apart(config, 16) or "")
@@ -160,7 +160,7 @@ def test_a_model_that_cannot_keep_documents_apart_is_named(
         AutoConfig.for_model("mistral", sliding_window=None),
     ],
 )
-def test_a_model_that_can_has_no_reason_against_it(config: object) -> None:
+def test_a_model_that_keeps_documents_apart_is_accepted(config: object) -> None:
     assert why_not_apart(config, 16) is None
 
 
@@ -171,9 +171,7 @@ def test_a_model_that_can_has_no_reason_against_it(config: object) -> None:
         ("qwen3_moe", "Set router_aux_loss_coef: 0 in"),
     ],
 )
-def test_a_router_loss_over_what_fills_samples_up_is_refused(
-    name: str, remedy: str
-) -> None:
+def test_a_router_loss_over_padding_is_refused(name: str, remedy: str) -> None:
     def found(
         packing: str, *, coefficient: float = 0.1, has_loss: bool = True
     ) -> list[str]:

@@ -49,7 +49,7 @@ def test_rows_are_padded_to_a_multiple(rows: int, multiple_of: int, padded: int)
 
 @pytest.mark.capability("C-51")
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_a_stored_models_tables_grow_to_the_tokenizers_vocabulary(
+def test_embeddings_of_a_stored_model_grow_to_the_vocabulary_of_the_tokenizer(
     tmp_path: Path, is_tied: bool
 ) -> None:
     stored = save(tmp_path, tie_word_embeddings=is_tied)
@@ -78,7 +78,7 @@ def test_a_stored_models_tables_grow_to_the_tokenizers_vocabulary(
     assert one.describe()["config"]["vocab_size"] == 32
 
 
-def test_tables_never_shrink_and_are_refused_where_they_are_too_small(
+def test_embeddings_never_shrink_and_are_refused_if_too_small(
     tmp_path: Path,
 ) -> None:
     save(tmp_path)
@@ -100,7 +100,7 @@ def disturbed(model: Any, *, step: int = 3, slot: int = 1) -> torch.Tensor:
 
 @pytest.mark.acceptance("number-C-37")
 @pytest.mark.capability("C-37")
-def test_noise_belongs_to_step_and_slot_and_keeps_within_its_bound(tmp_path: Path) -> None:
+def test_noise_depends_on_step_and_slot_and_stays_within_its_bound(tmp_path: Path) -> None:
     plain = build_model(plan(tmp_path, config=LLAMA), seed=0, precision="fp32")
     noisy = build_model(
         plan(tmp_path, config=LLAMA, embeddingNoise=5), seed=0, precision="fp32"

@@ -26,7 +26,7 @@ HEAD = 32 * 256
 @pytest.mark.acceptance("number-C-40")
 @pytest.mark.capability("C-40")
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_a_llama_has_the_operations_that_were_worked_out_by_hand(is_tied: bool) -> None:
+def test_the_operations_of_a_llama_match_the_manual_calculation(is_tied: bool) -> None:
     config = LlamaConfig(**SMALL, tie_word_embeddings=is_tied)
     # 12 · 2 layers · 4 heads · 8 · 16 tokens for attention.
     expected = 6 * (2 * BLOCK + HEAD) + 12 * 2 * 4 * 8 * 16
@@ -34,7 +34,7 @@ def test_a_llama_has_the_operations_that_were_worked_out_by_hand(is_tied: bool) 
     assert found == expected == 159_744 + 12_288
 
 
-def test_frozen_weights_need_no_gradient_of_their_own() -> None:
+def test_frozen_weights_need_no_operations_for_their_gradient() -> None:
     config = LlamaConfig(**SMALL, tie_word_embeddings=False)
     model = LlamaForCausalLM(config)
     model.requires_grad_(False)
@@ -43,7 +43,7 @@ def test_frozen_weights_need_no_gradient_of_their_own() -> None:
     assert flops_per_token(model, config, sequence_length=16) == expected
 
 
-def test_of_a_mixture_the_experts_that_compute_a_token_count() -> None:
+def test_only_active_experts_of_a_mixture_are_counted() -> None:
     config = MixtralConfig(
         **SMALL, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False
     )
@@ -53,7 +53,7 @@ def test_of_a_mixture_the_experts_that_compute_a_token_count() -> None:
     assert found == 6 * (2 * block + HEAD) + 12 * 2 * 4 * 8 * 16
 
 
-def test_a_model_without_a_configuration_has_no_known_operations() -> None:
+def test_the_operations_of_a_model_without_a_configuration_are_unknown() -> None:
     assert flops_per_token(nn.Linear(4, 4), None, sequence_length=16) is None
 
 
@@ -81,14 +81,14 @@ def test_a_model_without_a_configuration_has_no_known_operations() -> None:
         ("Something New", "bf16", "highest", None),
     ],
 )
-def test_a_device_is_found_by_the_name_that_torch_gives_it(
+def test_a_device_is_found_by_its_torch_name(
     name: str, precision: str, products: str, tera: float | None
 ) -> None:
     found = find_peak(name, precision=precision, matmul_precision=products)
     assert found == (None if tera is None else tera * 1e12)
 
 
-def test_every_peak_names_who_says_so() -> None:
+def test_every_peak_names_its_source() -> None:
     assert len({one.device for one in PEAKS}) == len(PEAKS)
     for one in PEAKS:
         assert one.source and one.fp32 > 0
@@ -103,7 +103,7 @@ def info(**changes: object) -> RunInfo:
 
 
 @pytest.mark.acceptance("number-C-40")
-def test_utilisation_is_the_share_of_all_processes_devices() -> None:
+def test_utilisation_is_relative_to_the_devices_of_all_processes() -> None:
     def step(**changes: object) -> StepRecord:
         values = dict.fromkeys(StepRecord.__dataclass_fields__, 0.0) | {"step_seconds": 0.5}
         values |= {"world_size": 2, "tokens": 100, "skipped": None, "metrics": {}}

@@ -73,7 +73,7 @@ def test_exact_slots_sum_to_the_gradient_of_one_big_batch() -> None:
     )
 
 
-def test_a_second_step_begins_from_zero() -> None:
+def test_a_second_step_starts_from_zero() -> None:
     model = make_model()
     for gradients in (
         BucketedSum(list(model.parameters()), bucket_bytes=64),
@@ -84,7 +84,7 @@ def test_a_second_step_begins_from_zero() -> None:
         assert all(map(torch.equal, first, second))
 
 
-def test_exact_sums_have_the_same_bits_in_every_order_of_the_slots() -> None:
+def test_exact_sums_have_the_same_bits_in_any_order_of_the_slots() -> None:
     results = []
     for order in itertools.permutations(slots(4)):
         model = make_model()
@@ -93,7 +93,7 @@ def test_exact_sums_have_the_same_bits_in_every_order_of_the_slots() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_exact_sums_of_the_ranks_of_any_world_add_up_to_those_of_one(
+def test_exact_sums_of_the_ranks_of_any_world_size_equal_those_of_one_process(
     world_size: int,
 ) -> None:
     """What each rank would send, summed as integers, are the integers that a world of one has."""
@@ -124,7 +124,7 @@ def test_a_gradient_outside_the_exact_range_is_refused(value: float) -> None:
     assert "outside the range of exact sums" in str(gradients.problem())
 
 
-def test_the_exact_range_is_not_left_by_as_many_slots_as_a_step_has() -> None:
+def test_the_largest_gradients_of_all_slots_of_a_step_stay_within_the_exact_range() -> None:
     model = make_model()
     gradients = exact_sum(model, slots_per_step=8)
     gradients.begin(ALONE)
@@ -141,7 +141,7 @@ def test_the_exact_range_is_not_left_by_as_many_slots_as_a_step_has() -> None:
     )
 
 
-def test_a_parameter_that_took_no_part_has_a_zero_gradient_in_exact_mode() -> None:
+def test_an_unused_parameter_has_a_zero_gradient_in_exact_mode() -> None:
     model = make_model()
     unused = nn.Parameter(torch.ones(3))
     gradients = ExactSum([*model.parameters(), unused], bucket_bytes=64, slots_per_step=2)
@@ -149,7 +149,7 @@ def test_a_parameter_that_took_no_part_has_a_zero_gradient_in_exact_mode() -> No
     assert unused.grad is not None and not unused.grad.any()
 
 
-def test_buckets_hold_every_parameter_once_in_reverse_order_and_split_by_size_and_type() -> (
+def test_buckets_contain_every_parameter_once_in_reverse_order_split_by_size_and_type() -> (
     None
 ):
     parameters = [nn.Parameter(torch.zeros(size)) for size in (4, 4, 4, 40)]
@@ -177,7 +177,7 @@ class _InGroup(World):
 
 
 @pytest.mark.parametrize("kind", ["alone", "in a group", "exact"])
-def test_a_parameter_without_a_gradient_gets_one_of_zero_in_every_world(kind: str) -> None:
+def test_a_parameter_without_a_gradient_gets_zero_for_any_world_size(kind: str) -> None:
     """The optimizer would pass over a parameter without one, and decay one with: worlds of one and of two
     would part."""
     model = with_unused()

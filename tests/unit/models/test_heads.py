@@ -31,7 +31,7 @@ def build(precision: str, **model: Any) -> Any:
 
 @pytest.mark.capability("C-52")
 @pytest.mark.parametrize("precision", ["bf16-autocast", "bf16"])
-def test_logits_are_products_in_fp32_of_what_the_model_computes_in_bf16(
+def test_logits_are_fp32_products_of_bf16_activations(
     precision: str,
 ) -> None:
     plain, model = build(precision), build(precision, headPrecision="fp32")
@@ -47,7 +47,7 @@ def test_logits_are_products_in_fp32_of_what_the_model_computes_in_bf16(
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 7])
-def test_the_loss_and_its_gradients_are_those_of_such_logits(
+def test_loss_and_gradients_are_computed_from_fp32_logits(
     chunk_tokens: int | None,
 ) -> None:
     found = []

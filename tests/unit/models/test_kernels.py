@@ -30,12 +30,12 @@ def choose(device: torch.device = CPU, **choices: Any) -> str:
     return found["attention"]
 
 
-def test_the_attention_that_torch_takes_by_itself_is_named() -> None:
+def test_the_default_attention_of_torch_is_reported() -> None:
     assert choose() == "flash"
 
 
 @pytest.mark.capability("C-19", "A-40")
-def test_attention_runs_by_the_chosen_kernel_also_when_it_is_computed_again() -> None:
+def test_attention_uses_the_chosen_kernel_also_in_recomputation() -> None:
     query = torch.randn(1, 4, 8, 16, requires_grad=True)
     seen = []
     for attention in ("flash", "math"):
@@ -50,7 +50,7 @@ def test_attention_runs_by_the_chosen_kernel_also_when_it_is_computed_again() ->
 
 
 @pytest.mark.parametrize("attention", ["efficient", "cudnn"])
-def test_attention_that_the_device_does_not_have_is_refused(attention: str) -> None:
+def test_attention_kernels_that_the_device_lacks_are_refused(attention: str) -> None:
     with pytest.raises(ModelError) as caught:
         choose(attention=attention)
     problem = caught.value.problems[0]
@@ -69,7 +69,7 @@ def test_tf32_on_a_cpu_is_refused() -> None:
 
 @pytest.mark.capability("O-7")
 @pytest.mark.parametrize(("capability", "is_refused"), [((7, 5), True), ((8, 0), False)])
-def test_tf32_needs_an_accelerator_that_has_it(
+def test_tf32_needs_an_accelerator_that_supports_it(
     capability: tuple[int, int], is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -86,6 +86,6 @@ def test_tf32_needs_an_accelerator_that_has_it(
     assert not torch.backends.cudnn.allow_tf32
 
 
-def test_every_choice_of_the_file_has_a_switch() -> None:
+def test_every_attention_setting_has_a_torch_switch() -> None:
     choices = get_args(Runtime.model_fields["attention"].annotation)
     assert {"auto", *kernels.SWITCHES} == set(choices)

@@ -36,7 +36,7 @@ def whole_loss(
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, TOKENS, 10 * TOKENS])
 @pytest.mark.parametrize(("is_bf16", "tolerance"), [(False, 1e-5), (True, 2e-2)])
-def test_loss_and_gradients_are_those_of_all_logits_at_once(
+def test_loss_and_gradients_equal_those_of_unchunked_logits(
     chunk_tokens: int, is_bf16: bool, tolerance: float
 ) -> None:
     results = []
@@ -62,7 +62,7 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_what_is_frozen_gets_no_gradient_and_changes_none(frozen: str) -> None:
+def test_frozen_weights_get_no_gradient_and_change_no_other(frozen: str) -> None:
     found = []
     for is_frozen in (False, True):
         hidden, weight, labels = leaves()

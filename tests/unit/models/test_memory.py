@@ -49,7 +49,7 @@ def need(facts: ModelFacts, plan: Training, world_size: int = 8) -> Any:
     return memory_of(facts, plan, world_size=world_size, on_accelerator=True, compiles=True)
 
 
-def test_the_state_is_what_stands_in_the_manual() -> None:
+def test_the_state_matches_the_numbers_of_the_manual() -> None:
     facts = replace(LLAMA_8B, parameters=10**9)
     states = {
         name: need(facts, training(*sections), size).state
@@ -59,7 +59,7 @@ def test_the_state_is_what_stands_in_the_manual() -> None:
     assert need(facts, training({"parallelism": "fsdp2"}), 64).state == 16 * 10**9 // 64
 
 
-def test_the_state_follows_the_optimizer() -> None:
+def test_the_state_depends_on_the_optimizer() -> None:
     tables = 2 * LLAMA_8B.vocab_size * LLAMA_8B.hidden_size
     states = {}
     for kind in ("adamw", "lion", "sgd", "muon", "adafactor"):
@@ -81,12 +81,12 @@ def test_the_state_follows_the_optimizer() -> None:
     assert need(LLAMA_8B, plan).state == 8 * each
 
 
-def test_a_world_of_one_shares_its_state_with_nobody() -> None:
+def test_a_single_process_does_not_shard_its_state() -> None:
     sharded, plain = training({"parallelism": "fsdp2"}), training()
     assert need(LLAMA_8B, sharded, 1).state == need(LLAMA_8B, plain, 1).state
 
 
-def test_copies_of_a_sharded_model_hold_what_their_shards_hold() -> None:
+def test_replicas_of_a_sharded_model_have_the_size_of_their_shards() -> None:
     whole, copies = (
         need(LLAMA_8B, training({"parallelism": "fsdp2", **more}), 64)
         for more in ({}, {"shards": 8})
@@ -95,14 +95,14 @@ def test_copies_of_a_sharded_model_hold_what_their_shards_hold() -> None:
     assert copies == alone and copies.state == 8 * whole.state
 
 
-def test_gradients_of_a_compiled_block_stand_beside_the_buckets() -> None:
+def test_gradients_of_a_compiled_block_are_counted_in_addition_to_the_buckets() -> None:
     plain = memory_of(
         LLAMA_8B, training(), world_size=8, on_accelerator=True, compiles=False
     )
     assert 0 < need(LLAMA_8B, training()).total - plain.total < plain.state // 32
 
 
-def test_recomputing_and_narrower_products_keep_less() -> None:
+def test_recomputation_and_lower_precision_need_less_memory() -> None:
     plain = need(LLAMA_8B, training({"precision": "fp32"}))
     recomputed = need(
         LLAMA_8B, training({"precision": "fp32", "activationCheckpointing": True})
@@ -116,7 +116,7 @@ def test_recomputing_and_narrower_products_keep_less() -> None:
 
 
 @pytest.mark.capability("A-23")
-def test_inputs_of_blocks_that_are_offloaded_take_the_memory_of_the_host() -> None:
+def test_offloaded_block_inputs_use_host_memory() -> None:
     full, offloaded = (
         need(LLAMA_8B, training({"activationCheckpointing": mode}))
         for mode in ("full", "offload")
@@ -137,7 +137,7 @@ def test_inputs_of_blocks_that_are_offloaded_take_the_memory_of_the_host() -> No
     assert one == other
 
 
-def test_logits_in_chunks_take_the_memory_of_a_chunk_and_of_the_heads_gradient() -> None:
+def test_chunked_logits_need_the_memory_of_a_chunk_and_of_the_head_gradient() -> None:
     whole, chunked = (
         need(LLAMA_8B, training(runtime)) for runtime in ({}, {"lossChunk": 512})
     )
@@ -154,7 +154,7 @@ def with_reference(plain: Training) -> Training:
     )
 
 
-def test_a_reference_has_weights_and_logits_in_chunks_and_nothing_else() -> None:
+def test_a_reference_model_adds_only_its_weights_and_chunked_logits() -> None:
     plain = training({"precision": "fp32", "lossChunk": 512})
     one, two = need(LLAMA_8B, plain), need(LLAMA_8B, with_reference(plain))
     assert two.state - one.state == 4 * LLAMA_8B.parameters
@@ -162,14 +162,16 @@ def test_a_reference_has_weights_and_logits_in_chunks_and_nothing_else() -> None
     assert (two.activations, two.gathered) == (one.activations, one.gathered)
 
 
-def test_the_head_of_a_reference_that_is_cut_is_whole_beside_the_models() -> None:
+def test_the_head_of_a_sharded_reference_model_is_gathered_in_addition_to_the_models() -> (
+    None
+):
     plain = training({"parallelism": "fsdp2", "lossChunk": 512})
     one, two = need(LLAMA_8B, plain), need(LLAMA_8B, with_reference(plain))
     assert two.gathered - one.gathered == 128_256 * 4096 * 2
     assert two.state - one.state == 4 * LLAMA_8B.parameters // 8
 
 
-def test_what_fits_is_the_widest_model_that_does() -> None:
+def test_the_suggested_micro_batch_is_the_largest_that_fits() -> None:
     for _, runtime, reproducibility, world_size in PLANS:
         plan = training({**runtime, "activationCheckpointing": True}, reproducibility)
         options: dict[str, Any] = {
@@ -181,7 +183,7 @@ def test_what_fits_is_the_widest_model_that_does() -> None:
         assert fit is not None and 0.99e11 < memory_of(fit, plan, **options).total <= 10**11
 
 
-def test_nothing_fits_where_not_even_the_logits_do() -> None:
+def test_nothing_fits_if_the_logits_alone_do_not_fit() -> None:
     options: dict[str, Any] = {"world_size": 8, "on_accelerator": True, "compiles": True}
     assert largest_fit(LLAMA_8B, training(), available=10**9, **options) is None
 
@@ -205,5 +207,5 @@ def table_row(
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=[f"{plan[0]} x {plan[3]}" for plan in PLANS])
-def test_the_page_of_sizes_says_what_is_calculated(plan: Any) -> None:
+def test_the_page_of_sizes_matches_the_calculation(plan: Any) -> None:
     assert table_row(*plan) in PAGE.read_text(encoding="utf-8").splitlines()

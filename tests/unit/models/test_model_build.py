@@ -51,12 +51,12 @@ def message(base: Path, **model: Any) -> str:
 
 
 @pytest.mark.capability("C-50")
-def test_the_vocabulary_follows_the_tokenizer(tmp_path: Path) -> None:
+def test_the_vocabulary_is_taken_from_the_tokenizer(tmp_path: Path) -> None:
     assert plan(tmp_path, config=TINY).config.vocab_size == 257
     assert plan(tmp_path, config={**TINY, "vocab_size": 300}).config.vocab_size == 300
 
 
-def test_a_preset_is_counted_as_the_configuration_that_it_stands_for(
+def test_a_preset_is_counted_like_its_configuration(
     tmp_path: Path,
 ) -> None:
     named = plan(tmp_path, preset="llama-10M")
@@ -67,7 +67,7 @@ def test_a_preset_is_counted_as_the_configuration_that_it_stands_for(
     assert model_facts(named).parameters == blocks + 2 * 257 * 320
 
 
-def test_unknown_names_come_with_the_nearest_one_and_all_at_once(tmp_path: Path) -> None:
+def test_all_unknown_names_are_reported_with_the_nearest_one(tmp_path: Path) -> None:
     text = message(tmp_path, config={**TINY, "hiden_size": 1, "num_atention_heads": 2})
     assert "spec.training.model.config.hiden_size: unknown name 'hiden_size'" in text
     assert (
@@ -77,27 +77,27 @@ def test_unknown_names_come_with_the_nearest_one_and_all_at_once(tmp_path: Path)
     assert "Did you mean 'llama'?" in message(tmp_path, config={"model_type": "lama"})
 
 
-def test_a_vocabulary_below_the_tokenizers_is_refused(tmp_path: Path) -> None:
+def test_a_vocabulary_smaller_than_that_of_the_tokenizer_is_refused(tmp_path: Path) -> None:
     assert "100 is below the tokenizer's 257 ids" in message(
         tmp_path, config={**TINY, "vocab_size": 100}
     )
 
 
-def test_a_file_without_a_model_is_refused_with_what_to_do_and_not_as_a_shape() -> None:
+def test_a_missing_model_is_refused_with_a_remedy_and_not_as_a_shape_problem() -> None:
     with pytest.raises(ModelError, match="Add it, or make all modules in build") as raised:
         build_empty_model(ModelPlan(None, None), precision="fp32")
     assert raised.value.problems[0].what == "missing"
     assert "spec.training.model.config" not in str(raised.value)
 
 
-def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_inconsistent_shapes_are_refused(tmp_path: Path) -> None:
     text = message(tmp_path, config={**TINY, "num_attention_heads": 3})
     assert text.startswith("spec.training.model.config")
 
 
 @pytest.mark.capability("T-X7")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma4_text"])
-def test_an_empty_model_has_the_names_shapes_and_types_of_a_whole_one_and_no_memory(
+def test_an_empty_model_has_the_names_shapes_and_types_of_the_full_model_without_memory(
     kind: str,
 ) -> None:
     # gemma4 computes with tables of angles and with weights while it is built.
@@ -152,7 +152,7 @@ def test_pickled_weights_alone_are_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.capability("O-10")
-def test_initial_weights_are_a_function_of_the_seed_alone(tmp_path: Path) -> None:
+def test_initial_weights_depend_on_the_seed_only(tmp_path: Path) -> None:
     one = plan(tmp_path, config=TINY)
     first = build_model(one, seed=4, precision="fp32").state_dict()
     torch.rand(10)
@@ -162,7 +162,7 @@ def test_initial_weights_are_a_function_of_the_seed_alone(tmp_path: Path) -> Non
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_the_count_of_parameters_is_the_models(tmp_path: Path) -> None:
+def test_the_parameter_count_matches_the_model(tmp_path: Path) -> None:
     one = plan(tmp_path, config=TINY)
     model = build_model(one, seed=0, precision="fp32")
     assert model_facts(one).parameters == sum(
@@ -179,7 +179,7 @@ def test_the_count_of_parameters_is_the_models(tmp_path: Path) -> None:
     ],
     ids=["llama", "tied llama", "gpt2"],
 )
-def test_a_model_that_a_checkpoint_follows_has_the_same_tensors(
+def test_a_model_built_for_a_checkpoint_has_the_same_tensors(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
     one = plan(tmp_path, config=config)
@@ -196,7 +196,7 @@ def test_a_model_that_a_checkpoint_follows_has_the_same_tensors(
     ("precision", "dtype"),
     [("fp32", torch.float32), ("bf16-autocast", torch.float32), ("bf16", torch.bfloat16)],
 )
-def test_the_precision_decides_the_type_of_the_weights(
+def test_the_precision_determines_the_type_of_the_weights(
     tmp_path: Path, precision: str, dtype: torch.dtype
 ) -> None:
     model = build_model(plan(tmp_path, config=TINY), seed=0, precision=precision)
@@ -204,7 +204,7 @@ def test_the_precision_decides_the_type_of_the_weights(
     assert model.training and not model.config.use_cache
 
 
-def test_a_directory_whose_weights_do_not_belong_to_its_configuration_is_refused(
+def test_a_directory_whose_weights_do_not_match_its_configuration_is_refused(
     tmp_path: Path,
 ) -> None:
     model = build_model(plan(tmp_path, config=TINY), seed=0, precision="fp32")
@@ -216,7 +216,7 @@ def test_a_directory_whose_weights_do_not_belong_to_its_configuration_is_refused
         build_model(two_layers, seed=0, precision="fp32")
 
 
-def test_a_saved_directory_is_built_again_bit_for_bit(tmp_path: Path) -> None:
+def test_a_saved_directory_is_rebuilt_bit_for_bit(tmp_path: Path) -> None:
     model = build_model(plan(tmp_path, config=TINY), seed=3, precision="fp32")
     model.save_pretrained(tmp_path / "saved")
     again = build_model(plan(tmp_path, path="saved"), seed=0, precision="fp32")
@@ -284,7 +284,7 @@ def test_the_router_loss_of_a_mixture_of_experts_is_trained_and_not_evaluated(
     )
 
 
-def test_what_a_configuration_was_resolved_to_holds_the_defaults_of_transformers_too(
+def test_the_resolved_configuration_includes_the_defaults_of_transformers(
     tmp_path: Path,
 ) -> None:
     described = plan(tmp_path, config=TINY).describe()
@@ -304,7 +304,7 @@ def test_what_a_configuration_was_resolved_to_holds_the_defaults_of_transformers
     }
 
 
-def test_the_bytes_of_weights_that_were_read_are_reported(
+def test_the_number_of_weight_bytes_read_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = build_model(plan(tmp_path, config=TINY), seed=1, precision="fp32")
@@ -318,7 +318,7 @@ def test_the_bytes_of_weights_that_were_read_are_reported(
 
 
 @pytest.mark.capability("C-49", "A-40")
-def test_keys_of_a_stored_configuration_are_changed_and_its_weights_are_not(
+def test_keys_of_a_stored_configuration_can_be_overridden_and_its_weights_stay(
     tmp_path: Path,
 ) -> None:
     stored = build_model(plan(tmp_path, config=TINY), seed=3, precision="fp32")
@@ -335,7 +335,7 @@ def test_keys_of_a_stored_configuration_are_changed_and_its_weights_are_not(
     assert one.describe()["config"]["attention_dropout"] == 0.25
 
 
-def test_a_changed_configuration_is_checked_as_one_that_is_written_out(
+def test_an_overridden_configuration_is_checked_like_an_explicit_one(
     tmp_path: Path,
 ) -> None:
     stored = build_model(plan(tmp_path, config=TINY), seed=3, precision="fp32")
@@ -348,7 +348,7 @@ def test_a_changed_configuration_is_checked_as_one_that_is_written_out(
         build_model(one, seed=0, precision="fp32")
 
 
-def test_adapters_beside_stored_weights_are_refused_and_not_loaded(tmp_path: Path) -> None:
+def test_adapters_next_to_stored_weights_are_refused_and_not_loaded(tmp_path: Path) -> None:
     stored = build_model(plan(tmp_path, config=TINY), seed=3, precision="fp32")
     stored.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / "adapter_config.json").write_text("{}")
@@ -373,7 +373,7 @@ def test_adapters_beside_stored_weights_are_refused_and_not_loaded(tmp_path: Pat
     ],
     ids=str,
 )
-def test_a_number_has_the_type_that_transformers_asks_for_whatever_its_form_in_the_file(
+def test_a_number_has_the_type_that_transformers_requires_in_any_spelling(
     tmp_path: Path, config: dict[str, Any], key: str, value: Any
 ) -> None:
     # The model of a manifest has one form of each number, in which 1.0 is 1, and transformers refuses 1 there.
@@ -381,7 +381,7 @@ def test_a_number_has_the_type_that_transformers_asks_for_whatever_its_form_in_t
     assert found == value and repr(found) == repr(value)
 
 
-def test_a_number_of_a_part_and_of_an_override_has_the_type_that_transformers_asks_for(
+def test_a_nested_or_overridden_number_has_the_type_that_transformers_requires(
     tmp_path: Path,
 ) -> None:
     parts = {"text_config": {"initializer_range": 1, "num_hidden_layers": 1}}
@@ -407,7 +407,7 @@ def test_a_number_of_a_part_and_of_an_override_has_the_type_that_transformers_as
     ],
     ids=str,
 )
-def test_keys_of_an_older_configuration_mean_what_they_meant(
+def test_keys_of_an_older_configuration_keep_their_meaning(
     tmp_path: Path, older: dict[str, Any], rope: dict[str, Any]
 ) -> None:
     values = TINY | older

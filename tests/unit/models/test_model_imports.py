@@ -33,7 +33,7 @@ def _run(code: str) -> int:
     return int(ended.stdout.split()[-1])
 
 
-def test_a_model_that_is_built_by_its_configuration_reads_no_source_of_the_others() -> None:
+def test_building_a_model_from_a_configuration_imports_no_other_models() -> None:
     num_sources = _run("""
 from pathlib import Path
 from evergrad_manifest.training import Model
@@ -50,7 +50,7 @@ assert model_facts(plan).parameters == sum(one.numel() for one in model.paramete
 
 
 @pytest.mark.long
-def test_a_name_that_no_other_list_has_is_found_in_the_list_of_all_models() -> None:
+def test_a_name_in_no_other_list_is_found_in_the_list_of_all_models() -> None:
     _run("""
 import pickle
 import transformers
@@ -65,7 +65,7 @@ assert not hasattr(transformers.models, "no_such_model")
 
 
 @pytest.mark.long
-def test_all_names_are_there_for_whoever_asks_for_all() -> None:
+def test_all_names_are_available_if_all_are_requested() -> None:
     _run("""
 import importlib
 import transformers
@@ -91,8 +91,6 @@ assert transformers.BertModel and transformers.models.gpt2.GPT2Config
 
 
 @pytest.mark.long
-def test_a_part_of_transformers_is_imported_as_such_and_reads_no_source_of_a_model() -> (
-    None
-):
+def test_importing_a_submodule_of_transformers_reads_no_model_sources() -> None:
     # `from . import initialization`, as modeling_utils begins, asks the package for the name first.
     assert _run("import transformers.modeling_utils") < 100

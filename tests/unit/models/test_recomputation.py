@@ -81,7 +81,7 @@ def no_graph_is_left() -> Iterator[None]:
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("mode", ["full", "offload", "selective"])
-def test_recomputed_blocks_have_the_bits_of_those_that_keep_everything(
+def test_recomputed_blocks_are_bit_equal_to_blocks_that_store_everything(
     mode: str, is_compiled: bool
 ) -> None:
     # Compiled dropout draws its numbers in another order; eager blocks draw the same ones again.
@@ -93,7 +93,7 @@ def test_recomputed_blocks_have_the_bits_of_those_that_keep_everything(
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "offload", "selective"])
-def test_blocks_that_are_computed_again_are_compiled_and_share_their_graphs(
+def test_recomputed_blocks_are_compiled_and_share_their_graphs(
     mode: str,
 ) -> None:
     torch._dynamo.utils.counters.clear()
@@ -102,7 +102,7 @@ def test_blocks_that_are_computed_again_are_compiled_and_share_their_graphs(
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
-def test_selective_recomputation_keeps_less_than_everything_and_more_than_nothing() -> None:
+def test_selective_recomputation_stores_more_than_full_and_less_than_none() -> None:
     none, full, selective = (
         kept_bytes(build(mode, dropout=0.0, is_compiled=False))
         for mode in ("none", "full", "selective")
@@ -118,7 +118,7 @@ def leave_outside(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.capability("A-23")
-def test_offloaded_blocks_keep_no_input_in_the_memory_of_the_device(
+def test_offloaded_blocks_store_no_input_in_device_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recomputation, "copy_to_host", leave_outside)
@@ -132,7 +132,7 @@ def test_offloaded_blocks_keep_no_input_in_the_memory_of_the_device(
 
 @pytest.mark.capability("A-23")
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_the_backward_pass_computes_from_the_inputs_that_were_left_on_the_host(
+def test_the_backward_pass_uses_the_inputs_offloaded_to_the_host(
     monkeypatch: pytest.MonkeyPatch, is_compiled: bool
 ) -> None:
     expected = train(build("none", dropout=0.0, is_compiled=False))
@@ -156,7 +156,7 @@ def test_the_backward_pass_computes_from_the_inputs_that_were_left_on_the_host(
     assert not torch.equal(spoiled["2.up.weight"], expected["2.up.weight"])
 
 
-def test_a_view_with_gaps_stays_on_its_device() -> None:
+def test_a_non_contiguous_view_stays_on_its_device() -> None:
     whole = torch.arange(6.0).view(2, 3)
     copy = recomputation.copy_to_host(whole)
     assert torch.equal(copy, whole) and copy.data_ptr() != whole.data_ptr()

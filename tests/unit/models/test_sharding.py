@@ -12,9 +12,7 @@ from evergrad_trainer.distributed.world import World
 from evergrad_trainer.models.parallel import Sharding, ShardPlan, shard
 
 
-def test_a_group_that_lost_a_node_and_cannot_be_cut_into_copies_does_not_end_the_run() -> (
-    None
-):
+def test_a_group_size_that_cannot_be_split_into_replicas_does_not_end_the_run() -> None:
     three = World(
         generation=2, rank=0, size=3, device=torch.device("cpu"), group=cast(Any, object())
     )

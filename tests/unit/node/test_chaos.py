@@ -29,7 +29,7 @@ from evergrad_trainer.node.local import fetch_status
 EVENTS = 600
 
 
-def test_a_seed_has_one_plan_and_another_seed_another() -> None:
+def test_each_seed_has_its_own_reproducible_plan() -> None:
     one, again, other = (list(islice(plan_events(seed), 50)) for seed in (7, 7, 8))
     assert one == again
     assert one != other
@@ -51,9 +51,7 @@ def test_a_plan_has_all_kinds_and_most_events_are_single() -> None:
 @pytest.mark.parametrize(
     ("kind", "only"), [("transfer", "starve"), ("coordinator", "kill_coordinator")]
 )
-def test_a_kind_of_chaos_consists_of_one_disturbance_at_a_time(
-    kind: str, only: str
-) -> None:
+def test_a_plan_of_one_kind_has_one_disturbance_at_a_time(kind: str, only: str) -> None:
     events = list(islice(plan_events(3, kind), 50))
     assert {one.kind for event in events for one in event.disturbances} == {only}
     assert all(len(event.disturbances) == 1 and event.awaits_all for event in events)
@@ -64,7 +62,7 @@ def test_a_kind_of_chaos_consists_of_one_disturbance_at_a_time(
     )
 
 
-def test_all_nodes_are_lost_rarely_and_never_together_with_something_else() -> None:
+def test_all_nodes_are_lost_rarely_and_never_in_combination() -> None:
     events = [
         event
         for event in islice(plan_events(4), EVENTS)
@@ -74,9 +72,7 @@ def test_all_nodes_are_lost_rarely_and_never_together_with_something_else() -> N
     assert {len(event.disturbances) for event in events} == {1}
 
 
-def test_freezes_last_one_to_six_seconds_on_both_sides_of_the_silence_that_counts_as_a_loss() -> (
-    None
-):
+def test_freezes_are_shorter_and_longer_than_the_silence_that_counts_as_a_loss() -> None:
     disturbances = [
         one for event in islice(plan_events(5), EVENTS) for one in event.disturbances
     ]
@@ -88,7 +84,7 @@ def test_freezes_last_one_to_six_seconds_on_both_sides_of_the_silence_that_count
 
 
 @pytest.mark.parametrize("pick", [0.0, 0.3, 0.999, 1.0])
-def test_the_last_that_holds_the_state_is_spared(pick: float) -> None:
+def test_the_last_node_with_the_state_is_spared(pick: float) -> None:
     alive = {0: 100, 1: 101, 2: 102}
     assert choose_victim(pick, alive, {101}) in (0, 2)
     assert choose_victim(pick, {1: 101}, {101}) is None
@@ -114,7 +110,7 @@ def test_repeated_steps_are_counted_from_the_rows(tmp_path: Path) -> None:
     assert count_repeated(metrics) == 3
 
 
-def test_lost_seconds_go_on_when_the_coordinator_that_counted_them_is_gone() -> None:
+def test_lost_seconds_continue_after_the_counting_coordinator_is_gone() -> None:
     tally = ChaosTally()
     tally.note_status({"generation": 4, "lostSeconds": {"node_lost": 1.5}})
     tally.end_coordinator()
@@ -138,18 +134,18 @@ def test_the_summary_names_events_generations_and_causes() -> None:
     )
 
 
-def test_a_coordinator_that_does_not_answer_has_no_status() -> None:
+def test_a_coordinator_that_does_not_respond_has_no_status() -> None:
     assert fetch_status(1, "token") is None
 
 
-def test_chaos_of_a_script_is_refused_because_its_steps_are_not_known() -> None:
+def test_chaos_for_a_script_is_refused_because_its_steps_are_unknown() -> None:
     request = RunRequest(cast(LoadedManifest, None), Path("runs/r"))
     check_request_of_script(request)
     with pytest.raises(ConfigurationError, match="--chaos"):
         check_request_of_script(dataclasses.replace(request, chaos_seed=7))
 
 
-def test_chaos_without_its_package_is_refused_with_the_command_that_installs_it(
+def test_chaos_without_its_package_is_refused_with_the_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert load_chaos() is sys.modules["evergrad_chaos.disturb"]
@@ -190,7 +186,7 @@ def poll_until(nodes: DisturbedNodes, condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_a_frozen_process_thaws_by_itself(nodes: DisturbedNodes) -> None:
+def test_a_frozen_process_resumes_by_itself(nodes: DisturbedNodes) -> None:
     pid = nodes.alive()[1]
     nodes.freeze([pid], seconds=1.0)
     poll_until(nodes, lambda: state(pid) == "T")
@@ -198,7 +194,7 @@ def test_a_frozen_process_thaws_by_itself(nodes: DisturbedNodes) -> None:
     assert nodes.frozen == {}
 
 
-def test_a_signal_for_all_finds_nobody_frozen(nodes: DisturbedNodes) -> None:
+def test_a_signal_for_all_reaches_frozen_nodes_too(nodes: DisturbedNodes) -> None:
     nodes.is_replacing = False
     wait_for_handlers(nodes)
     nodes.freeze(list(nodes.alive().values()), seconds=1000)
@@ -207,7 +203,7 @@ def test_a_signal_for_all_finds_nobody_frozen(nodes: DisturbedNodes) -> None:
     assert nodes.frozen == {}
 
 
-def test_a_node_that_was_asked_to_leave_comes_back(nodes: DisturbedNodes) -> None:
+def test_a_node_that_was_asked_to_drain_is_restarted(nodes: DisturbedNodes) -> None:
     wait_for_handlers(nodes)
     pid = nodes.alive()[1]
     nodes.away.add(1)
@@ -217,7 +213,7 @@ def test_a_node_that_was_asked_to_leave_comes_back(nodes: DisturbedNodes) -> Non
     assert nodes.ended == {} and nodes.away == set()
 
 
-def test_a_node_that_was_killed_on_its_way_out_is_replaced_and_counts_as_there_again(
+def test_a_node_killed_during_its_drain_is_replaced_and_counts_as_returned(
     nodes: DisturbedNodes,
 ) -> None:
     first = nodes.alive()[0]
@@ -227,7 +223,7 @@ def test_a_node_that_was_killed_on_its_way_out_is_replaced_and_counts_as_there_a
     assert nodes.away == set()
 
 
-def test_a_node_that_was_one_too_many_leaves_for_good(nodes: DisturbedNodes) -> None:
+def test_a_surplus_node_leaves_permanently(nodes: DisturbedNodes) -> None:
     nodes.start_node(2)
     wait_for_handlers(nodes)
     pid = nodes.alive()[2]

@@ -26,11 +26,11 @@ from evergrad_trainer.node.failures import (
         (3, False, "ended with exit code 3"),
     ],
 )
-def test_an_exit_code_becomes_words(code: int, was_oom: bool, words: str) -> None:
+def test_an_exit_code_is_described_in_words(code: int, was_oom: bool, words: str) -> None:
     assert describe_end(code, was_oom=was_oom) == words
 
 
-def test_kills_for_want_of_memory_are_counted_in_both_versions_of_cgroups(
+def test_out_of_memory_kills_are_counted_in_both_cgroup_versions(
     tmp_path: Path,
 ) -> None:
     assert count_oom_kills(tmp_path) is None
@@ -43,7 +43,7 @@ def test_kills_for_want_of_memory_are_counted_in_both_versions_of_cgroups(
     assert count_oom_kills(tmp_path) == 5
 
 
-def test_the_root_cause_is_left_with_its_kind_where_kubernetes_looks_for_it(
+def test_the_root_cause_is_written_with_its_kind_to_the_termination_log(
     tmp_path: Path,
 ) -> None:
     text = "root cause first\n" + "frame ä\n" * 5000 + "last line"

@@ -44,7 +44,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("changed", sorted(FILES))
-def test_a_change_of_any_file_that_the_script_is_made_of_is_another_script(
+def test_a_change_of_any_source_file_changes_the_script_hash(
     tmp_path: Path, command: list[str], changed: str
 ) -> None:
     script = Script(command=tuple(command))
@@ -55,7 +55,7 @@ def test_a_change_of_any_file_that_the_script_is_made_of_is_another_script(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_a_script_writes_beside_itself_is_no_other_script(
+def test_files_that_a_script_writes_do_not_change_its_hash(
     tmp_path: Path, command: list[str]
 ) -> None:
     script = Script(command=(*command, "state.pt"))
@@ -87,7 +87,7 @@ def test_any_text_has_a_hash(tmp_path: Path, text: str) -> None:
     assert len(hash_script(script, tmp_path / "nowhere")) == 16
 
 
-def test_device_and_image_are_part_of_what_nodes_share(
+def test_device_and_image_are_part_of_the_shared_fingerprint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = TrainingRun.model_validate(
@@ -116,7 +116,7 @@ def test_device_and_image_are_part_of_what_nodes_share(
 
 
 @pytest.mark.parametrize("name", ["mine.py", "mine/__init__.py"])
-def test_the_first_node_sees_the_same_carried_task_as_those_that_find_it_written(
+def test_the_node_that_writes_a_carried_task_has_the_same_fingerprint_as_nodes_that_find_it(
     tmp_path: Path, name: str
 ) -> None:
     run = TrainingRun.model_validate(
@@ -144,7 +144,7 @@ def test_the_first_node_sees_the_same_carried_task_as_those_that_find_it_written
     assert fingerprint(run, tmp_path) == first
 
 
-def test_nodes_whose_data_sets_or_length_differ_are_refused_by_name_and_both_values() -> (
+def test_nodes_with_other_data_sets_or_lengths_are_refused_by_name_and_both_values() -> (
     None
 ):
     def hello(data: str, steps: int, *evaluation: str) -> Hello:

@@ -126,7 +126,7 @@ class Scene:
         return self.heard.take()
 
 
-def test_workers_are_started_with_torchruns_variables() -> None:
+def test_workers_are_started_with_the_variables_of_torchrun() -> None:
     first, second = Scene().begin()
     assert first.variables["RANK"] == "2" and second.variables["RANK"] == "3"
     assert second.variables["LOCAL_RANK"] == "1"
@@ -141,14 +141,14 @@ def test_workers_are_started_with_torchruns_variables() -> None:
     assert first.variables["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
 
-def test_a_node_is_done_when_all_its_workers_ended_well() -> None:
+def test_a_node_is_done_if_all_its_workers_ended_successfully() -> None:
     scene = Scene()
     first, second = scene.begin(7)
     assert scene.end(first, DONE) == [Finished(7, 2)]
     assert scene.end(second, DONE) == [Finished(7, 3), Done(7)]
 
 
-def test_a_worker_that_hangs_once_another_one_has_ended_well_is_ended_and_breaks_the_group(
+def test_a_worker_that_hangs_after_another_ended_successfully_is_killed_and_breaks_the_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scene, now = Scene(), 100.0
@@ -172,7 +172,7 @@ def test_a_worker_that_hangs_once_another_one_has_ended_well_is_ended_and_breaks
     assert "stood still for 300 s" in report.message
 
 
-def test_workers_are_watched_as_well_once_another_node_has_reported_an_end() -> None:
+def test_workers_are_watched_too_after_another_node_has_reported_an_end() -> None:
     scene = Scene()
     scene.begin(7)
     scene.group.expect_ends(6)
@@ -183,7 +183,7 @@ def test_workers_are_watched_as_well_once_another_node_has_reported_an_end() -> 
     assert scene.looked_at == [1000, 1001]
 
 
-def test_a_worker_that_computes_moves_bytes_prints_or_waits_for_a_disk_does_not_hang() -> (
+def test_a_worker_that_computes_transfers_prints_or_waits_for_a_disk_is_not_hanging() -> (
     None
 ):
     worker, hung = FakeWorker(0, {}), []
@@ -213,7 +213,7 @@ def test_a_worker_that_computes_moves_bytes_prints_or_waits_for_a_disk_does_not_
     assert hung == [worker]
 
 
-def test_the_activity_of_a_process_includes_what_it_has_started() -> None:
+def test_the_activity_of_a_process_includes_its_children() -> None:
     program = (
         "import subprocess, sys\n"
         "child = 'sum(range(3 * 10**7)); print(1, flush=True); input()'\n"
@@ -232,7 +232,7 @@ def test_the_activity_of_a_process_includes_what_it_has_started() -> None:
     assert observe_activity(process.pid) == Activity(0.0, 0, waits_for_disk=False)
 
 
-def test_a_worker_that_fails_takes_its_siblings_with_it_and_is_the_cause() -> None:
+def test_a_failing_worker_ends_its_siblings_and_is_the_cause() -> None:
     scene = Scene()
     first, second = scene.begin(3)
     second.failure = channel.Failed(
@@ -260,9 +260,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection cl
     ("kind", "cause"),
     [(ErrorKind.PEER, "peer_lost"), (ErrorKind.INTERNAL, "user_error")],
 )
-def test_an_error_that_a_worker_reports_has_the_kind_it_had_where_it_arose(
-    kind: ErrorKind, cause: str
-) -> None:
+def test_an_error_reported_by_a_worker_keeps_its_kind(kind: ErrorKind, cause: str) -> None:
     scene = Scene()
     first, _ = scene.begin(world_size=4)
     first.failure = channel.Failed(
@@ -272,7 +270,7 @@ def test_an_error_that_a_worker_reports_has_the_kind_it_had_where_it_arose(
     assert report.cause == cause  # type: ignore[attr-defined]
 
 
-def test_a_typed_workers_word_of_a_lost_peer_is_understood() -> None:
+def test_a_lost_peer_is_recognised_in_the_output_of_a_typed_worker() -> None:
     scene = Scene()
     first, _ = scene.begin()
     first.last_lines = lambda: (
@@ -282,21 +280,21 @@ def test_a_typed_workers_word_of_a_lost_peer_is_understood() -> None:
     assert report.cause == "peer_lost"  # type: ignore[attr-defined]
 
 
-def test_a_worker_that_calls_its_input_wrong_ends_the_run() -> None:
+def test_a_worker_that_reports_a_user_error_ends_the_run() -> None:
     scene = Scene()
     first, _ = scene.begin()
     (report,) = scene.end(first, USER_ERROR)
     assert isinstance(report, Broken) and report.is_final
 
 
-def test_a_run_that_stopped_itself_says_so_with_the_weaker_code() -> None:
+def test_a_run_that_stopped_itself_reports_the_weaker_exit_code() -> None:
     scene = Scene()
     first, second = scene.begin(5)
     scene.end(first, SAVED)
     assert scene.end(second, UNSAVED) == [Result(5, 0, UNSAVED, "stopped")]
 
 
-def test_a_lost_lease_is_no_stop_that_the_run_itself_wanted() -> None:
+def test_a_lost_lease_is_not_a_stop_requested_by_the_run() -> None:
     scene = Scene()
     first, second = scene.begin(5)
     (report,) = scene.end(first, LEASE_LOST)
@@ -327,13 +325,13 @@ def test_a_lost_lease_is_no_stop_that_the_run_itself_wanted() -> None:
         (LEASE_LOST, True, "asked"),
     ],
 )
-def test_why_a_worker_ended_is_decided_by_its_code_and_by_whether_it_was_asked(
+def test_the_cause_of_a_worker_end_depends_on_its_code_and_on_a_request(
     code: int, was_asked: bool, why: str
 ) -> None:
     assert decide_why(code, was_asked=was_asked) == why
 
 
-def test_trouble_of_the_host_is_tried_again_here_after_a_pause_and_then_left_to_another_host(
+def test_a_host_fault_is_retried_after_a_pause_and_then_left_to_another_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scene, now = Scene(), 100.0
@@ -367,7 +365,7 @@ def test_trouble_of_the_host_is_tried_again_here_after_a_pause_and_then_left_to_
         assert scene.heard.take() == [("ready", generation + 1, 2, -1)]
 
 
-def test_a_soft_change_lets_workers_that_can_stop_have_their_time(
+def test_a_soft_change_gives_workers_that_can_stop_their_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scene = Scene(can_stop=True)
@@ -383,7 +381,7 @@ def test_a_soft_change_lets_workers_that_can_stop_have_their_time(
     assert scene.end(second, SAVED) == [("ready", 2, 2, -1)]
 
 
-def test_a_hard_change_ends_workers_that_do_not_end_at_once(
+def test_a_hard_change_kills_workers_that_do_not_end_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scene = Scene(can_stop=True)
@@ -396,7 +394,7 @@ def test_a_hard_change_ends_workers_that_do_not_end_at_once(
     assert (first.kills, second.kills) == (1, 1)
 
 
-def test_a_plan_told_again_is_answered_again() -> None:
+def test_a_repeated_plan_is_answered_again() -> None:
     scene = Scene()
     scene.group.change(channel.WorkerPlan(2, hard=False), cause="")
     scene.group.change(channel.WorkerPlan(2, hard=False), cause="")
@@ -406,7 +404,7 @@ def test_a_plan_told_again_is_answered_again() -> None:
 @pytest.mark.parametrize(
     ("codes", "is_saved"), [((SAVED, SAVED), True), ((SAVED, -9), False)]
 )
-def test_a_departure_says_whether_the_workers_saved(
+def test_a_drain_reports_whether_the_workers_saved(
     codes: tuple[int, int], is_saved: bool
 ) -> None:
     scene = Scene(can_stop=True)
@@ -418,7 +416,7 @@ def test_a_departure_says_whether_the_workers_saved(
     assert scene.heard.take()[-1] == ("departed", is_saved)
 
 
-def test_nothing_is_started_or_answered_once_the_run_is_over() -> None:
+def test_nothing_is_started_or_answered_after_the_end_of_the_run() -> None:
     scene = Scene()
     first, second = scene.begin()
     scene.group.finish(70)
@@ -446,7 +444,7 @@ def test_workers_that_do_not_end_are_killed_at_their_deadline_and_not_at_a_later
     assert first.kills == second.kills == 1
 
 
-def test_a_timer_of_an_older_group_kills_nobody_of_the_next(
+def test_a_timer_of_an_older_group_kills_no_worker_of_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0

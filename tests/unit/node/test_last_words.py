@@ -33,7 +33,7 @@ def collector() -> Iterator[None]:
         (InputError(Problem("x", "is wrong")), ErrorKind.INPUT, True),
     ],
 )
-def test_a_fresh_worker_names_the_kind_of_its_error(
+def test_a_fresh_worker_reports_the_kind_of_its_error(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     error: EvergradError,

@@ -23,13 +23,13 @@ from evergrad_trainer.node.local import LocalNodes, combine_node_codes
     ],
     ids=str,
 )
-def test_the_gravest_that_counts_wins_and_an_unsaved_state_is_never_called_saved(
+def test_the_most_severe_exit_code_wins_and_an_unsaved_state_is_never_reported_as_saved(
     codes: list[int], expected: int
 ) -> None:
     assert combine_node_codes(dict(enumerate(codes))) == expected
 
 
-def test_a_node_that_fails_while_others_train_is_reported_then_and_at_the_end(
+def test_a_node_that_fails_while_others_train_is_reported_immediately_and_at_the_end(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def be_node(index: int) -> int:
@@ -60,7 +60,7 @@ def test_a_node_that_fails_while_others_train_is_reported_then_and_at_the_end(
     )
 
 
-def test_a_run_whose_nodes_all_fail_is_not_said_to_have_ended_without_some() -> None:
+def test_a_run_whose_nodes_all_fail_is_not_reported_as_ended_without_some() -> None:
     nodes = LocalNodes(lambda index: 0, 2)
     nodes.ended.update({0: 70, 1: 70})
     assert nodes.describe_missing() == ""

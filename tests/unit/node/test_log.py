@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_node_speaks_with_its_name_in_front_and_only_while_it_is_one() -> None:
+def test_a_node_prefixes_its_log_lines_with_its_name_while_it_runs() -> None:
     stream = io.StringIO()
     with speaking_as("3", stream=stream):
         _log.info("node 3 was asked to leave")
@@ -47,7 +47,7 @@ def test_on_a_terminal_the_line_of_the_progress_bar_is_cleared_first() -> None:
     )
 
 
-def test_a_forked_worker_does_not_speak_as_its_node() -> None:
+def test_a_forked_worker_does_not_log_as_its_node() -> None:
     stream = io.StringIO()
     with speaking_as("0", stream=stream):
         fall_silent()
@@ -56,7 +56,7 @@ def test_a_forked_worker_does_not_speak_as_its_node() -> None:
     assert not logging.getLogger("evergrad_trainer").isEnabledFor(logging.INFO)
 
 
-def test_a_coordinator_that_does_not_answer_is_told_again_and_again(
+def test_an_unreachable_coordinator_is_logged_repeatedly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(log, "SAY_SECONDS", 0.01)

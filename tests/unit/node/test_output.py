@@ -39,7 +39,7 @@ def read_all(
     return asyncio.run(run())
 
 
-def test_a_worker_speaks_also_where_its_file_cannot_be_opened(
+def test_the_output_of_a_worker_is_forwarded_although_its_file_cannot_be_opened(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "logs").write_text("no folder")
@@ -51,7 +51,7 @@ def test_a_worker_speaks_also_where_its_file_cannot_be_opened(
     assert "one" in capfd.readouterr().err
 
 
-def test_lines_carry_the_rank_of_their_moment(
+def test_lines_have_the_rank_at_the_time_of_writing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def write(descriptor: int, ranks: list[int]) -> None:
@@ -68,7 +68,7 @@ def test_lines_carry_the_rank_of_their_moment(
     assert list(output.last_lines) == ["one", "two", "three without an end"]
 
 
-def test_a_worker_without_a_rank_and_bytes_that_are_no_text(
+def test_output_of_a_worker_without_a_rank_and_non_text_bytes_are_forwarded(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     read_all(
@@ -78,7 +78,7 @@ def test_a_worker_without_a_rank_and_bytes_that_are_no_text(
     assert (tmp_path / "out").read_bytes() == b"\xff\xfe\n"
 
 
-def test_what_is_not_forwarded_is_kept_all_the_same(
+def test_output_that_is_not_forwarded_is_stored(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     output = read_all(
@@ -93,7 +93,7 @@ def test_what_is_not_forwarded_is_kept_all_the_same(
     )
 
 
-def test_the_last_lines_are_few_and_a_later_process_adds_to_the_file(
+def test_few_last_lines_are_stored_and_a_later_process_appends_to_the_file(
     tmp_path: Path,
 ) -> None:
     lines = b"".join(b"line %d\n" % number for number in range(100))

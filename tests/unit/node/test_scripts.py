@@ -84,7 +84,7 @@ def test_a_python_file_finds_its_arguments_environment_and_neighbours(
     assert code == 0
 
 
-def test_a_module_is_run_as_python_would(tmp_path: Path) -> None:
+def test_a_module_is_run_as_by_python(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package/__init__.py").touch()
     (tmp_path / "package/train.py").write_text(
@@ -97,11 +97,13 @@ def test_a_module_is_run_as_python_would(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "code"), [("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('no')", 1)]
 )
-def test_the_scripts_exit_code_is_the_workers(tmp_path: Path, call: str, code: int) -> None:
+def test_the_exit_code_of_the_script_is_the_exit_code_of_the_worker(
+    tmp_path: Path, call: str, code: int
+) -> None:
     assert run(tmp_path, f"import sys\n{call}\n", command=["train.py"])[1] == code
 
 
-def test_an_error_is_told_with_its_last_frames(tmp_path: Path) -> None:
+def test_an_error_is_reported_with_its_last_frames(tmp_path: Path) -> None:
     _, code, heard = run(
         tmp_path, "def f():\n    raise KeyError('label')\nf()\n", command=["train.py"]
     )
@@ -121,12 +123,12 @@ def test_only_known_libraries_that_the_script_imports_are_loaded_before_the_fork
     assert preload(Script(command=("train.py",)), tmp_path) == ("torch", "numpy")
 
 
-def test_a_script_that_cannot_be_parsed_is_its_workers_to_tell(tmp_path: Path) -> None:
+def test_a_script_that_cannot_be_parsed_is_left_to_its_workers(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("def (", "utf-8")
     assert preload(Script(command=("train.py",)), tmp_path) == ("torch",)
 
 
-def test_the_manifest_of_the_documentation_is_valid_and_its_script_is_there(
+def test_the_manifest_of_the_documentation_is_valid_and_its_script_exists(
     tmp_path: Path,
 ) -> None:
     text = (
@@ -141,7 +143,7 @@ def test_the_manifest_of_the_documentation_is_valid_and_its_script_is_there(
     assert script_problems(script, base_directory=ROOT) == []
 
 
-def test_the_names_a_script_takes_from_a_package_are_found(tmp_path: Path) -> None:
+def test_names_that_a_script_imports_from_a_package_are_found(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(
         "from transformers import LlamaForCausalLM, LlamaConfig as Config\n"
@@ -153,7 +155,7 @@ def test_the_names_a_script_takes_from_a_package_are_found(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_the_model_class_that_a_script_takes_from_transformers_is_loaded_before_workers_are_forked(
+def test_the_model_class_that_a_script_imports_is_loaded_before_workers_are_forked(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "train.py").write_text(

@@ -170,7 +170,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_workers_that_are_warm_between_hello_and_welcome_are_not_forgotten(
+def test_workers_that_become_warm_between_hello_and_welcome_are_counted(
     tmp_path: Path,
 ) -> None:
     async def script(scene: Scene) -> None:
@@ -185,7 +185,7 @@ def test_workers_that_are_warm_between_hello_and_welcome_are_not_forgotten(
     assert play(tmp_path, script) == 0
 
 
-def test_a_lost_connection_comes_back_with_the_place_that_is_had(tmp_path: Path) -> None:
+def test_a_lost_connection_is_restored_with_the_current_placement(tmp_path: Path) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
         plan = Plan(
@@ -209,7 +209,7 @@ def test_a_lost_connection_comes_back_with_the_place_that_is_had(tmp_path: Path)
 @pytest.mark.parametrize(
     "broken", [None, Broken(7, "worker_crash", rank=2, message="ended with exit code 3")]
 )
-def test_a_group_that_is_left_between_hello_and_welcome_is_not_taken_for_running(
+def test_a_group_left_between_hello_and_welcome_is_not_reported_as_running(
     tmp_path: Path, broken: Broken | None
 ) -> None:
     async def script(scene: Scene) -> None:
@@ -231,7 +231,7 @@ def test_a_group_that_is_left_between_hello_and_welcome_is_not_taken_for_running
     assert play(tmp_path, script) == 0
 
 
-def test_a_node_that_has_done_its_part_keeps_its_place_until_a_coordinator_hears_of_it(
+def test_a_done_node_keeps_its_placement_until_a_coordinator_receives_it(
     tmp_path: Path,
 ) -> None:
     async def script(scene: Scene) -> None:
@@ -258,7 +258,7 @@ def test_a_node_that_has_done_its_part_keeps_its_place_until_a_coordinator_hears
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_the_growth_of_a_state_is_said_only_to_a_coordinator_that_knows_the_message(
+def test_state_growth_is_reported_only_to_a_coordinator_that_supports_the_message(
     tmp_path: Path, is_known: bool
 ) -> None:
     async def script(scene: Scene) -> None:
@@ -282,7 +282,7 @@ def test_the_growth_of_a_state_is_said_only_to_a_coordinator_that_knows_the_mess
     assert play(tmp_path, script) == 0
 
 
-def test_each_plan_is_answered_with_a_store_of_its_own(tmp_path: Path) -> None:
+def test_each_plan_is_answered_with_its_own_store(tmp_path: Path) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
         ports = set()
@@ -300,7 +300,7 @@ def test_each_plan_is_answered_with_a_store_of_its_own(tmp_path: Path) -> None:
     assert play(tmp_path, script) == 76
 
 
-def test_the_next_store_is_opened_with_the_plan_and_the_old_one_lasts_until_its_group_is_left(
+def test_the_next_store_opens_with_the_plan_and_the_old_one_closes_with_its_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[int] = []
@@ -382,7 +382,7 @@ def test_a_checkpoint_is_announced_once_with_its_own_step(tmp_path: Path) -> Non
         (lambda supervisor: supervisor.take(WorkersReady(4, workers=1, step=-1)), Ready),
     ],
 )
-def test_the_last_of_many_quick_steps_is_told_before_the_end(
+def test_the_last_of_many_quick_steps_is_reported_before_the_end(
     tmp_path: Path, finish: Callable[[Supervisor], None], last: type[Message]
 ) -> None:
     async def script(scene: Scene) -> None:
@@ -397,7 +397,7 @@ def test_the_last_of_many_quick_steps_is_told_before_the_end(
     assert play(tmp_path, script) == 0
 
 
-def test_a_report_that_is_read_after_its_process_has_ended_still_comes_before_the_end(
+def test_a_report_that_is_read_after_its_process_ended_precedes_the_end(
     tmp_path: Path,
 ) -> None:
     async def script(scene: Scene) -> None:
@@ -412,7 +412,7 @@ def test_a_report_that_is_read_after_its_process_has_ended_still_comes_before_th
     assert play(tmp_path, script) == 0
 
 
-def test_a_step_that_nothing_follows_for_long_is_told_all_the_same(tmp_path: Path) -> None:
+def test_a_step_without_a_successor_for_long_is_reported(tmp_path: Path) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
         for step in (1, 2):
@@ -426,7 +426,7 @@ def test_a_step_that_nothing_follows_for_long_is_told_all_the_same(tmp_path: Pat
     assert play(tmp_path, script) == 0
 
 
-def test_a_typed_run_s_background_save_is_told_with_the_step_it_holds(
+def test_the_background_save_of_a_typed_run_is_reported_with_its_step(
     tmp_path: Path,
 ) -> None:
     async def script(scene: Scene) -> None:
@@ -466,7 +466,7 @@ def test_a_typed_run_s_background_save_is_told_with_the_step_it_holds(
         ),
     ],
 )
-def test_the_coordinator_s_last_words_are_the_node_s(
+def test_the_last_message_of_the_coordinator_is_the_result_of_the_node(
     tmp_path: Path, message: Any, code: int, kind: ErrorKind
 ) -> None:
     async def script(scene: Scene) -> None:
@@ -489,7 +489,7 @@ REFUSED = Refused(
 @pytest.mark.parametrize(
     ("kind", "code"), [(ErrorKind.INPUT, 64), (ErrorKind.INTERNAL, 70)]
 )
-def test_a_node_without_workers_ends_as_their_trouble_says(
+def test_a_node_whose_workers_all_failed_ends_with_their_kind_of_error(
     tmp_path: Path, kind: ErrorKind, code: int
 ) -> None:
     async def script(scene: Scene) -> None:
@@ -501,7 +501,7 @@ def test_a_node_without_workers_ends_as_their_trouble_says(
     assert said == kind and text.endswith(": mine.py:3: no w")
 
 
-def test_a_node_that_is_refused_asks_again_some_times_and_leaves_its_place_to_another_host(
+def test_a_refused_node_retries_a_few_times_and_is_then_left_to_another_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator_link, "_REFUSED_SECONDS", (0.01, 0.01, 0.01))
@@ -520,7 +520,7 @@ def test_a_node_that_is_refused_asks_again_some_times_and_leaves_its_place_to_an
     assert socket.gethostname() in text and REFUSED.message in text
 
 
-def test_a_node_that_is_let_in_at_last_serves(
+def test_a_node_that_is_admitted_after_refusals_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator_link, "_REFUSED_SECONDS", (0.01,))
@@ -538,7 +538,7 @@ def test_a_node_that_is_let_in_at_last_serves(
     assert play(tmp_path, script) == 0
 
 
-def test_a_node_that_is_refused_can_be_asked_to_leave(
+def test_a_refused_node_can_be_asked_to_drain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator_link, "_REFUSED_SECONDS", (3600.0,))
@@ -555,7 +555,7 @@ def test_a_node_that_is_refused_can_be_asked_to_leave(
     assert play(tmp_path, script) == 75
 
 
-def test_a_value_that_no_message_can_hold_is_dropped_alone_and_not_kept_for_the_next_connection(
+def test_a_value_that_no_message_can_contain_is_dropped_alone_and_not_sent_later(
     tmp_path: Path,
 ) -> None:
     async def script(scene: Scene) -> None:
@@ -585,7 +585,7 @@ def fail(*args: Any, **kwargs: Any) -> None:
     "part",
     ["tick", "conversation with the coordinator", "last words", "take_report", "leave"],
 )
-def test_a_node_ends_with_its_reason_when_a_part_of_its_supervisor_fails(
+def test_a_node_ends_with_its_reason_if_a_part_of_its_supervisor_fails(
     tmp_path: Path, part: str
 ) -> None:
     async def script(scene: Scene) -> None:
@@ -629,7 +629,7 @@ def test_a_node_ends_with_its_reason_when_a_part_of_its_supervisor_fails(
         (TimeoutError("a fault of ours"), ErrorKind.INTERNAL),
     ],
 )
-def test_an_error_of_the_worker_group_is_not_taken_for_a_broken_connection(
+def test_an_error_of_the_worker_group_is_not_reported_as_a_broken_connection(
     tmp_path: Path, error: Exception, kind: ErrorKind
 ) -> None:
     def fail_to_start(go: Go) -> None:
@@ -646,7 +646,7 @@ def test_an_error_of_the_worker_group_is_not_taken_for_a_broken_connection(
     assert str(error) in text
 
 
-def test_a_second_signal_ends_a_node_at_once_and_its_workers_with_it(
+def test_a_second_signal_ends_a_node_and_its_workers_at_once(
     tmp_path: Path,
 ) -> None:
     async def script(scene: Scene) -> None:
@@ -660,7 +660,7 @@ def test_a_second_signal_ends_a_node_at_once_and_its_workers_with_it(
     assert play(tmp_path, script) == 76
 
 
-def test_a_node_that_nobody_lets_go_ends_when_its_time_is_over(
+def test_a_draining_node_that_gets_no_leave_ends_at_its_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stop_requests, "_ALONE_SECONDS", 0.0)

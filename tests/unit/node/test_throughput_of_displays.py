@@ -15,7 +15,7 @@ INFO = RunInfo(
 )
 
 
-def test_the_live_page_the_page_of_the_files_and_a_tracker_agree_at_every_step(
+def test_live_page_run_page_and_tracker_show_the_same_throughput_at_every_step(
     synthetic: ModuleType, tmp_path: Path
 ) -> None:
     records, now = [], 1_770_000_000.0

@@ -155,7 +155,7 @@ def test_workers_count_once_all_of_them_are_warm(room: Room) -> None:
     assert room.group.capacity == 2 and room.reports.take() == [("Capacity", 2)]
 
 
-def test_a_node_whose_first_worker_cannot_start_counts_those_that_are_warm(
+def test_a_node_whose_first_worker_cannot_start_counts_the_warm_ones(
     room: Room,
 ) -> None:
     room.group.start()
@@ -164,7 +164,7 @@ def test_a_node_whose_first_worker_cannot_start_counts_those_that_are_warm(
     assert room.group.capacity == 1 and room.reports.take() == [("Capacity", 1)]
 
 
-def test_a_worker_that_hangs_in_its_start_does_not_keep_its_node_out_for_ever(
+def test_a_worker_that_hangs_at_its_start_delays_its_node_for_a_bounded_time(
     room: Room, now: list[float]
 ) -> None:
     room.group.start()
@@ -180,7 +180,7 @@ def test_a_worker_that_hangs_in_its_start_does_not_keep_its_node_out_for_ever(
     assert room.reports.take() == [("Capacity", 2)]
 
 
-def test_workers_that_hang_in_their_start_again_and_again_are_trouble_of_their_host(
+def test_workers_that_repeatedly_hang_at_their_start_are_a_host_fault(
     room: Room, now: list[float]
 ) -> None:
     room.group.start()
@@ -197,7 +197,7 @@ def test_workers_that_hang_in_their_start_again_and_again_are_trouble_of_their_h
     assert "hung in its start" in word[1]
 
 
-def test_a_start_in_which_a_state_is_read_may_last_as_long_as_that_takes(
+def test_a_start_that_reads_a_state_may_last_as_long_as_the_reading(
     room: Room, now: list[float]
 ) -> None:
     room.group.start()
@@ -212,7 +212,7 @@ def test_a_start_in_which_a_state_is_read_may_last_as_long_as_that_takes(
     assert room.killed == [2]
 
 
-def test_a_start_may_take_three_times_the_longest_that_succeeded(
+def test_a_start_may_take_three_times_the_longest_successful_start(
     room: Room, now: list[float]
 ) -> None:
     room.group.start()
@@ -224,7 +224,7 @@ def test_a_start_may_take_three_times_the_longest_that_succeeded(
     assert room.killed == [2]
 
 
-def test_a_node_that_waits_for_a_worker_brings_none_to_a_plan(room: Room) -> None:
+def test_a_node_that_waits_for_a_worker_offers_none_to_a_plan(room: Room) -> None:
     room.group.start()
     room.group.hear(room.started[0], channel.Warm())
     room.group.change(channel.WorkerPlan(5, hard=False), cause="test")
@@ -232,7 +232,7 @@ def test_a_node_that_waits_for_a_worker_brings_none_to_a_plan(room: Room) -> Non
     assert room.reports.take() == [("WorkersReady", 5, 0, -1)]
 
 
-def test_a_node_is_ready_when_its_slowest_worker_is_and_tells_its_newest_step(
+def test_a_node_is_ready_when_its_slowest_worker_is_and_reports_its_newest_step(
     room: Room,
 ) -> None:
     first, second = room.warm()
@@ -244,7 +244,7 @@ def test_a_node_is_ready_when_its_slowest_worker_is_and_tells_its_newest_step(
     assert room.reports.take() == [("WorkersReady", 5, 2, 8)]
 
 
-def test_a_plan_told_again_is_answered_again_and_an_older_one_never(room: Room) -> None:
+def test_a_repeated_plan_is_answered_again_and_an_older_one_never(room: Room) -> None:
     first, second = room.warm()
     room.group.change(channel.WorkerPlan(5, hard=False), cause="")
     for worker in (first, second):
@@ -256,7 +256,7 @@ def test_a_plan_told_again_is_answered_again_and_an_older_one_never(room: Room) 
     assert room.reports.take() == []
 
 
-def test_state_that_reaches_workers_is_reported_while_it_grows_and_until_they_are_up(
+def test_state_transfer_to_workers_is_reported_while_it_grows_and_until_they_are_up(
     room: Room, now: list[float]
 ) -> None:
     first, second = room.warm()
@@ -277,7 +277,9 @@ def test_state_that_reaches_workers_is_reported_while_it_grows_and_until_they_ar
     assert room.reports.take() == [("Up", 5, 0)]
 
 
-def test_ranks_are_given_out_in_order_and_the_node_is_up_when_all_are(room: Room) -> None:
+def test_ranks_are_assigned_in_order_and_the_node_is_up_when_all_workers_are(
+    room: Room,
+) -> None:
     first, second = room.warm()
     room.group.change(
         channel.WorkerPlan(3, hard=False), cause="node_joined", detail="2 nodes are here"
@@ -307,7 +309,7 @@ def test_ranks_are_given_out_in_order_and_the_node_is_up_when_all_are(room: Room
     assert room.reports.take() == [("Up", 3, 0)]
 
 
-def test_a_worker_lost_between_ready_and_go_breaks_the_group_before_it_began(
+def test_a_worker_lost_between_ready_and_go_breaks_the_group_before_it_starts(
     room: Room,
 ) -> None:
     first, second = room.warm()
@@ -322,7 +324,7 @@ def test_a_worker_lost_between_ready_and_go_breaks_the_group_before_it_began(
     assert room.group.place is None
 
 
-def test_a_killed_worker_is_told_with_its_place_and_samples_and_its_sibling_stays(
+def test_a_killed_worker_is_reported_with_rank_and_samples_and_its_sibling_stays(
     room: Room, now: list[float]
 ) -> None:
     first, second = room.begin(3)
@@ -354,7 +356,7 @@ def test_a_killed_worker_is_told_with_its_place_and_samples_and_its_sibling_stay
     )
 
 
-def test_a_node_without_a_warm_worker_answers_too(room: Room) -> None:
+def test_a_node_without_a_warm_worker_answers_a_plan_too(room: Room) -> None:
     first, second = room.begin(3)
     for worker in (first, second):
         room.group.end(worker, -signal.SIGKILL)
@@ -369,7 +371,7 @@ def test_a_node_without_a_warm_worker_answers_too(room: Room) -> None:
     ("code", "words"),
     [(0, "ended with exit code 0 before the run was over"), (3, "exit code 3")],
 )
-def test_a_worker_that_leaves_by_itself_in_the_middle_is_a_crash(
+def test_a_worker_that_exits_by_itself_during_training_is_a_crash(
     room: Room, code: int, words: str
 ) -> None:
     first, _ = room.begin(3)
@@ -382,7 +384,7 @@ def test_a_worker_that_leaves_by_itself_in_the_middle_is_a_crash(
     )
 
 
-def test_a_worker_s_own_words_are_the_message_of_its_end(room: Room) -> None:
+def test_the_last_message_of_a_worker_is_the_message_of_its_end(room: Room) -> None:
     first, _ = room.begin(3)
     room.group.hear(
         first,
@@ -400,7 +402,7 @@ def test_a_worker_s_own_words_are_the_message_of_its_end(room: Room) -> None:
 
 
 @pytest.mark.parametrize(("is_final", "is_agreed"), [(True, False), (False, True)])
-def test_what_no_retry_can_cure_is_final(
+def test_a_failure_that_no_retry_can_resolve_is_final(
     room: Room, is_final: bool, is_agreed: bool
 ) -> None:
     first, _ = room.begin(3)
@@ -414,7 +416,7 @@ def test_what_no_retry_can_cure_is_final(
     assert [broken.is_final for broken in room.reports.take_broken()] == [True]
 
 
-def test_a_worker_that_lost_a_peer_says_so_and_lives(room: Room) -> None:
+def test_a_worker_that_lost_a_peer_reports_it_and_survives(room: Room) -> None:
     first, _ = room.begin(3)
     room.group.hear(first, channel.WorkerBroken(3, 6, "Connection closed by peer"))
     (broken,) = room.reports.take_broken()
@@ -427,7 +429,7 @@ def test_a_worker_that_lost_a_peer_says_so_and_lives(room: Room) -> None:
     assert len(room.started) == 2 and room.killed == []
 
 
-def test_silence_of_a_worker_ends_it_and_silence_of_this_process_does_not(
+def test_a_silent_worker_is_killed_but_not_if_the_node_itself_was_suspended(
     room: Room, now: list[float]
 ) -> None:
     first, second = room.begin(3)
@@ -467,7 +469,7 @@ def test_a_worker_has_three_of_its_longest_slots_to_leave_a_dead_group(
     assert set(room.killed) == {first.serial, second.serial}
 
 
-def test_of_workers_that_are_stuck_together_rank_0_is_the_last_to_be_killed(
+def test_of_workers_that_hang_together_rank_0_is_killed_last(
     room: Room, now: list[float]
 ) -> None:
     """By then its node knows whether anybody else holds the state."""
@@ -481,7 +483,7 @@ def test_of_workers_that_are_stuck_together_rank_0_is_the_last_to_be_killed(
     assert set(room.killed) == {second.serial}
 
 
-def test_the_only_holder_of_the_state_has_the_whole_timeout_of_a_collective(
+def test_the_only_holder_of_the_state_has_the_whole_collective_timeout(
     room: Room, now: list[float]
 ) -> None:
     first, second = room.begin(3)
@@ -492,7 +494,7 @@ def test_the_only_holder_of_the_state_has_the_whole_timeout_of_a_collective(
     assert set(room.killed) == {first.serial, second.serial}
 
 
-def test_a_worker_whose_first_slot_still_runs_on_its_device_is_not_stuck(
+def test_a_worker_whose_first_slot_still_runs_on_its_device_is_not_hanging(
     room: Room, now: list[float]
 ) -> None:
     """How long its slots take is not known: the queue of an accelerator may hold minutes of work."""
@@ -505,7 +507,7 @@ def test_a_worker_whose_first_slot_still_runs_on_its_device_is_not_stuck(
     assert set(room.killed) == {first.serial, second.serial}
 
 
-def test_a_soft_change_never_ends_a_worker(room: Room, now: list[float]) -> None:
+def test_a_soft_change_never_kills_a_worker(room: Room, now: list[float]) -> None:
     room.begin(3)
     room.group.change(channel.WorkerPlan(4, hard=False), cause="")
     pass_seconds(room, now, 200)
@@ -513,7 +515,7 @@ def test_a_soft_change_never_ends_a_worker(room: Room, now: list[float]) -> None
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
-def test_the_worker_with_the_newest_state_saves_and_its_word_counts(
+def test_the_worker_with_the_newest_state_saves_and_its_report_counts(
     room: Room, is_saved: bool
 ) -> None:
     first, second = room.warm()
@@ -535,7 +537,7 @@ def test_the_worker_with_the_newest_state_saves_and_its_word_counts(
     assert room.reports.take() == [("WorkersLeft", is_saved)]
 
 
-def test_a_saver_that_dies_has_not_saved(room: Room) -> None:
+def test_a_saving_worker_that_dies_has_not_saved(room: Room) -> None:
     first, second = room.warm()
     room.group.depart(4, save=True)
     room.group.hear(second, channel.WorkerLeft(True))
@@ -544,7 +546,7 @@ def test_a_saver_that_dies_has_not_saved(room: Room) -> None:
     assert room.reports.take() == [("WorkersLeft", False)]
 
 
-def test_leaving_without_a_save_is_no_failure(room: Room) -> None:
+def test_leaving_without_a_save_is_not_a_failure(room: Room) -> None:
     first, second = room.warm()
     room.group.depart(4, save=False)
     for worker in (first, second):
@@ -554,7 +556,7 @@ def test_leaving_without_a_save_is_no_failure(room: Room) -> None:
     assert len(room.started) == 2, "nobody is started while the node ends"
 
 
-def test_workers_that_end_before_they_are_warm_are_tried_again_a_few_times(
+def test_workers_that_end_before_they_are_warm_are_retried_a_few_times(
     room: Room, now: list[float]
 ) -> None:
     room.group.start()
@@ -596,7 +598,7 @@ def fail_of_input(room: Room, worker: Worker) -> None:
     room.group.end(worker, 64)
 
 
-def test_wrong_input_at_the_first_start_ends_the_node_at_once_as_such(
+def test_a_user_error_at_the_first_start_ends_the_node_as_such(
     room: Room, now: list[float]
 ) -> None:
     room.group.start()
@@ -608,7 +610,7 @@ def test_wrong_input_at_the_first_start_ends_the_node_at_once_as_such(
     assert len(room.started) == 2
 
 
-def test_a_node_that_trains_does_not_end_by_the_input_of_a_worker_that_is_replaced(
+def test_a_training_node_does_not_end_by_a_user_error_of_a_replaced_worker(
     room: Room, now: list[float]
 ) -> None:
     first, _ = room.begin(3)
@@ -643,7 +645,7 @@ def fail_of_environment(room: Room, worker: Worker, step: int) -> None:
     room.group.end(worker, 70)
 
 
-def test_a_worker_that_fails_by_its_host_is_replaced_and_after_some_times_another_host_must_try(
+def test_a_worker_with_host_faults_is_replaced_a_few_times_and_then_left_to_another_host(
     room: Room, now: list[float]
 ) -> None:
     worker, _ = room.begin(3)
@@ -661,7 +663,7 @@ def test_a_worker_that_fails_by_its_host_is_replaced_and_after_some_times_anothe
     assert "stale" in message and kind is ErrorKind.ENVIRONMENT
 
 
-def test_a_host_that_makes_progress_between_its_failures_is_not_given_up(
+def test_a_host_that_makes_progress_between_failures_is_not_given_up(
     room: Room, now: list[float]
 ) -> None:
     worker, _ = room.begin(3)

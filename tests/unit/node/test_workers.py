@@ -34,7 +34,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_worker_speaks_with_its_node_and_ends_with_it(
+def test_a_worker_communicates_with_its_node_and_ends_with_it(
     method: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "node.py"
@@ -135,7 +135,7 @@ asyncio.run(main())
 """
 
 
-def test_the_end_of_a_worker_is_seen_although_its_children_live(tmp_path: Path) -> None:
+def test_the_end_of_a_worker_is_detected_although_its_children_live(tmp_path: Path) -> None:
     path = tmp_path / "node.py"
     path.write_text(WITH_CHILDREN)
     ended = subprocess.run(

@@ -57,7 +57,7 @@ def test_an_undisturbed_run_loses_only_startup_saves_evaluations_and_pauses(
     assert [process.ended for process in goodput.processes] == ["complete"]
 
 
-def test_the_time_of_all_processes_follows_how_many_they_were(
+def test_process_time_is_multiplied_by_the_number_of_processes(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=200))
@@ -77,7 +77,7 @@ def test_the_time_of_all_processes_follows_how_many_they_were(
     assert replace(goodput, processes=(gone,)).process_seconds["downtime"] == 0.0
 
 
-def test_steps_after_the_last_checkpoint_of_a_killed_process_are_recomputed(
+def test_steps_after_the_last_checkpoint_of_a_killed_process_are_recompute(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
@@ -94,7 +94,7 @@ def test_steps_after_the_last_checkpoint_of_a_killed_process_are_recomputed(
     assert (goodput.restarts[0].resumed_from, goodput.restarts[0].repeated_steps) == (50, 7)
 
 
-def test_steps_a_resume_has_lost_are_not_productive_even_before_they_are_trained_again(
+def test_steps_lost_by_a_resume_are_not_productive_even_before_they_are_repeated(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
@@ -118,7 +118,7 @@ def test_a_stop_by_signal_loses_no_step(tmp_path: Path, synthetic: ModuleType) -
     assert goodput.restarts[0].downtime_seconds == pytest.approx(5.0)
 
 
-def test_a_failure_is_told_apart_from_a_kill_and_carries_its_error(
+def test_a_failure_is_distinguished_from_a_kill_and_has_its_error(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
@@ -134,7 +134,7 @@ def test_a_failure_is_told_apart_from_a_kill_and_carries_its_error(
     )
 
 
-def test_a_process_killed_before_its_first_step_is_startup_and_restore(
+def test_the_time_of_a_process_killed_before_its_first_step_is_startup_and_restore(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
@@ -149,7 +149,7 @@ def test_a_process_killed_before_its_first_step_is_startup_and_restore(
     assert goodput.productive_seconds == pytest.approx(50 * synthetic.STEP_SECONDS)
 
 
-def test_a_run_killed_before_any_checkpoint_starts_over_and_all_its_steps_are_recompute(
+def test_a_run_killed_before_any_checkpoint_restarts_and_all_its_steps_are_recompute(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
@@ -161,7 +161,7 @@ def test_a_run_killed_before_any_checkpoint_starts_over_and_all_its_steps_are_re
     assert goodput.restarts[0].repeated_steps == 30
 
 
-def test_what_a_process_writes_before_its_start_event_is_still_its_own(
+def test_events_before_the_start_event_belong_to_the_same_process(
     synthetic: ModuleType,
 ) -> None:
     begin = synthetic.BEGIN
@@ -192,7 +192,7 @@ def test_what_a_process_writes_before_its_start_event_is_still_its_own(
     assert goodput.lost_seconds["downtime"] == pytest.approx(15.0)
 
 
-def test_a_process_that_failed_before_its_start_event_is_a_process_of_its_own(
+def test_a_process_that_failed_before_its_start_event_is_a_separate_process(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=60, ended="killed"))
@@ -245,7 +245,7 @@ def test_a_new_generation_without_a_start_is_the_same_process_in_a_new_world(
     assert goodput.processes[0].num_steps == 10
 
 
-def test_a_change_of_the_world_is_no_restart_and_its_pause_is_reconfiguration(
+def test_a_world_change_is_not_a_restart_and_its_pause_is_reconfiguration(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
@@ -290,7 +290,7 @@ def test_a_change_of_the_world_is_no_restart_and_its_pause_is_reconfiguration(
     )
 
 
-def test_steps_a_new_world_trains_again_are_recompute_even_before_it_has(
+def test_steps_that_a_new_world_must_repeat_are_recompute_even_before_it_does(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
@@ -305,7 +305,7 @@ def test_steps_a_new_world_trains_again_are_recompute_even_before_it_has(
     assert goodput.productive_seconds == pytest.approx(70 * synthetic.STEP_SECONDS)
 
 
-def test_worlds_without_a_step_between_them_each_have_the_time_up_to_their_own_event(
+def test_worlds_without_steps_each_have_the_time_until_their_own_event(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
@@ -348,7 +348,7 @@ def test_an_evaluation_and_a_save_before_a_change_are_not_counted_as_reconfigura
     assert goodput.lost_seconds["evaluation"] == pytest.approx(synthetic.EVALUATION_SECONDS)
 
 
-def test_a_world_that_changes_before_the_first_step_is_not_startup(
+def test_a_world_change_before_the_first_step_is_not_startup(
     synthetic: ModuleType,
 ) -> None:
     begin = synthetic.BEGIN
@@ -380,7 +380,7 @@ def test_a_world_that_changes_before_the_first_step_is_not_startup(
     assert goodput.lost_seconds["reconfiguration"] == pytest.approx(4.0)
 
 
-def test_a_stop_in_a_world_of_its_own_ends_the_run_that_was_trained_before(
+def test_a_stop_in_its_own_world_ends_the_run_that_was_trained_before(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
@@ -396,7 +396,7 @@ def test_a_stop_in_a_world_of_its_own_ends_the_run_that_was_trained_before(
     assert [process.ended for process in goodput.processes] == ["signal"]
 
 
-def test_a_failure_that_the_others_survived_is_not_how_the_run_ended(
+def test_a_failure_that_other_nodes_survived_is_not_the_end_of_the_run(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
@@ -433,7 +433,7 @@ def test_a_failure_that_the_others_survived_is_not_how_the_run_ended(
     assert goodput.changes_by_cause == {"worker_crash": 2}
 
 
-def test_a_node_that_outlived_its_workers_did_not_start_before_they_were_lost(
+def test_a_node_that_survived_its_workers_did_not_start_before_they_were_lost(
     synthetic: ModuleType,
 ) -> None:
     begin = synthetic.BEGIN
@@ -464,7 +464,7 @@ def test_a_node_that_outlived_its_workers_did_not_start_before_they_were_lost(
     assert goodput.lost_seconds["startup"] == pytest.approx(2.5 + 17.5)
 
 
-def test_a_row_that_a_frozen_process_writes_after_its_world_is_gone_moves_no_account(
+def test_a_row_that_a_frozen_process_writes_after_its_world_ended_changes_no_account(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
@@ -481,7 +481,7 @@ def test_a_row_that_a_frozen_process_writes_after_its_world_is_gone_moves_no_acc
     assert goodput.lost_seconds["recompute"] == pytest.approx(synthetic.STEP_SECONDS)
 
 
-def test_a_sentence_of_an_older_version_is_shown_and_no_cause_is_read_out_of_it(
+def test_a_sentence_of_an_older_version_is_shown_and_not_parsed_for_a_cause(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
@@ -491,7 +491,7 @@ def test_a_sentence_of_an_older_version_is_shown_and_no_cause_is_read_out_of_it(
     assert (change.cause, change.detail) == ("other", "node 1 lost")
 
 
-def test_a_clock_set_back_between_two_processes_makes_no_negative_downtime_and_is_reported(
+def test_a_clock_set_back_between_two_processes_gives_no_negative_downtime_and_is_reported(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
@@ -533,7 +533,7 @@ def test_a_clock_set_back_during_a_process_keeps_the_measured_durations_and_is_r
     assert goodput.notes == ("the clock went back by 1m40s while generation 1 ran",)
 
 
-def test_a_process_start_time_after_its_own_start_event_is_not_believed(
+def test_a_process_start_time_after_its_start_event_is_ignored(
     synthetic: ModuleType,
 ) -> None:
     start = Event(
@@ -570,7 +570,7 @@ def test_an_evaluation_before_the_first_step_is_not_startup(synthetic: ModuleTyp
     assert goodput.elapsed_seconds == pytest.approx(5.0)
 
 
-def test_rows_without_any_event_are_accounted_by_their_generations(
+def test_rows_without_events_are_accounted_by_their_generations(
     synthetic: ModuleType,
 ) -> None:
     rows = [
@@ -583,7 +583,7 @@ def test_rows_without_any_event_are_accounted_by_their_generations(
     assert goodput.productive_seconds == pytest.approx(3.0)
 
 
-def test_a_run_without_anything_has_empty_accounts(synthetic: ModuleType) -> None:
+def test_an_empty_run_has_empty_accounts(synthetic: ModuleType) -> None:
     goodput = account(synthetic.step_table([]), [], [])
     assert goodput.elapsed_seconds == 0
     assert math.isnan(goodput.ratio)
@@ -666,7 +666,7 @@ def _takes_over(
         max_size=5,
     )
 )
-def test_the_accounts_of_any_chain_of_processes_are_what_the_clock_saw(
+def test_accounts_of_any_chain_of_processes_match_the_clock(
     plan: list[tuple[int, str, float]],
     tmp_path_factory: pytest.TempPathFactory,
     synthetic: ModuleType,
@@ -760,7 +760,7 @@ _LINKS = st.tuples(
     ]
 )
 @given(plan=st.lists(_LINKS, max_size=8))
-def test_the_accounts_of_any_history_of_starts_worlds_and_kills_are_what_the_clock_saw(
+def test_accounts_of_any_history_of_starts_worlds_and_kills_match_the_clock(
     plan: list[tuple[str, int, str, float, float, str, int]],
     tmp_path_factory: pytest.TempPathFactory,
     synthetic: ModuleType,
@@ -826,7 +826,7 @@ def test_the_accounts_of_any_history_of_starts_worlds_and_kills_are_what_the_clo
     )
 
 
-def test_accounts_of_two_processes_that_each_hold_their_own_sum_to_those_of_the_run(
+def test_separate_accounts_of_two_processes_sum_to_the_account_of_the_run(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
@@ -843,7 +843,7 @@ def test_accounts_of_two_processes_that_each_hold_their_own_sum_to_those_of_the_
     assert lost == pytest.approx(goodput.lost_seconds, abs=1e-4)
 
 
-def test_accounts_leave_out_what_rank_0_did_elsewhere(
+def test_accounts_exclude_the_time_of_rank_0_on_another_node(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path, save_every=1000, evaluate_every=1000)
@@ -875,7 +875,7 @@ def test_accounts_leave_out_what_rank_0_did_elsewhere(
     assert lost == pytest.approx(goodput.lost_seconds, abs=1e-3)
 
 
-def test_a_start_after_all_state_was_lost_counts_repeated_steps_and_no_time_twice(
+def test_a_start_after_a_loss_of_all_state_counts_repeated_steps_and_no_time_twice(
     synthetic: ModuleType,
 ) -> None:
     live = Account()
@@ -896,7 +896,7 @@ def test_a_start_after_all_state_was_lost_counts_repeated_steps_and_no_time_twic
     assert live.seconds()["productive"] == 1.0
 
 
-def test_a_save_that_is_reported_late_is_taken_out_of_the_other_time(
+def test_a_save_that_is_reported_late_is_subtracted_from_the_other_time(
     synthetic: ModuleType,
 ) -> None:
     live = Account()
@@ -918,7 +918,7 @@ def test_a_save_that_is_reported_late_is_taken_out_of_the_other_time(
     assert math.fsum(seconds.values()) == pytest.approx(40 * 0.5 + 3 * 0.25)
 
 
-def test_steps_that_are_remembered_no_more_stay_productive(synthetic: ModuleType) -> None:
+def test_steps_beyond_the_memory_bound_stay_productive(synthetic: ModuleType) -> None:
     live = Account(most_steps=10)
     live.add(Event(EventType.START, 0.0, 0, 1, {}))
     for step in range(1, 26):

@@ -35,7 +35,7 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 
 @pytest.mark.capability("A-61")
-def test_a_later_process_makes_the_missing_folders_and_keeps_what_is_there(
+def test_a_later_process_creates_missing_folders_and_keeps_existing_rows(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     directory = RunDirectory(tmp_path / "not" / "there" / "run")
@@ -58,7 +58,7 @@ def test_a_row_is_in_the_file_when_the_call_returns(
     log.close()
 
 
-def test_a_step_row_has_every_field_of_the_record_in_its_order(
+def test_a_step_row_has_every_field_of_the_record_in_order(
     directory: RunDirectory, synthetic: ModuleType
 ) -> None:
     record = synthetic.step_record(7)
@@ -82,7 +82,7 @@ def test_a_step_row_has_every_field_of_the_record_in_its_order(
     ]
 
 
-def test_everything_written_is_read_back_equal(
+def test_rows_and_events_are_read_back_equal(
     directory: RunDirectory, synthetic: ModuleType
 ) -> None:
     records = [synthetic.step_record(step) for step in range(1, 10_001, 7)]
@@ -105,7 +105,7 @@ def test_everything_written_is_read_back_equal(
     assert history.notes == ()
 
 
-def test_a_row_without_metrics_of_its_own_is_byte_for_byte_what_it_always_was(
+def test_a_row_without_recipe_metrics_is_byte_equal_to_earlier_versions(
     directory: RunDirectory, synthetic: ModuleType
 ) -> None:
     log = RunLog(directory)
@@ -127,7 +127,7 @@ def test_a_row_without_metrics_of_its_own_is_byte_for_byte_what_it_always_was(
     )
 
 
-def test_metrics_of_a_recipe_stand_in_their_rows_and_are_read_back(
+def test_metrics_of_a_recipe_are_in_their_rows_and_read_back(
     directory: RunDirectory, synthetic: ModuleType
 ) -> None:
     records = [
@@ -160,7 +160,7 @@ def test_metrics_of_a_recipe_stand_in_their_rows_and_are_read_back(
 
 
 @pytest.mark.parametrize("metrics", ["[]", '{"kl": "much"}', "null"])
-def test_metrics_that_are_no_numbers_by_name_are_refused_with_their_line(
+def test_metrics_that_are_not_numbers_by_name_are_refused_with_their_line(
     directory: RunDirectory, synthetic: ModuleType, metrics: str
 ) -> None:
     row = json.dumps({**synthetic.step_record(1).__dict__, "metrics": "here"})
@@ -185,7 +185,7 @@ def test_non_finite_values_are_null_in_the_file_and_nan_when_read(
 
 @pytest.mark.acceptance("8d-15c")
 @pytest.mark.capability("G-68")
-def test_a_torn_last_line_is_cut_and_reported_after_the_start_event(
+def test_a_truncated_last_line_is_removed_and_reported_after_the_start_event(
     directory: RunDirectory, synthetic: ModuleType
 ) -> None:
     log = RunLog(directory)
@@ -207,7 +207,7 @@ def test_a_torn_last_line_is_cut_and_reported_after_the_start_event(
 
 @pytest.mark.capability("G-88")
 @pytest.mark.capability("A-78")
-def test_the_start_event_carries_the_facts_of_the_run(directory: RunDirectory) -> None:
+def test_the_start_event_has_the_facts_of_the_run(directory: RunDirectory) -> None:
     log = RunLog(directory)
     log.run_start(
         RunInfo(
@@ -268,7 +268,7 @@ class Volume:
 @pytest.mark.parametrize(
     "number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT]
 )
-def test_lines_wait_in_memory_while_the_volume_is_away_and_are_written_in_their_order(
+def test_lines_are_buffered_while_the_volume_is_unavailable_and_written_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     volume = Volume(monkeypatch, number)
@@ -288,7 +288,7 @@ def test_lines_wait_in_memory_while_the_volume_is_away_and_are_written_in_their_
     writer.close()
 
 
-def test_what_waits_for_a_volume_is_written_when_the_file_is_closed(
+def test_buffered_lines_are_written_when_the_file_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     volume = Volume(monkeypatch)
@@ -300,7 +300,7 @@ def test_what_waits_for_a_volume_is_written_when_the_file_is_closed(
     assert (tmp_path / "rows.jsonl").read_text() == '{"row":1}\n'
 
 
-def test_lines_that_wait_for_good_end_the_process_as_trouble_of_the_host(
+def test_lines_that_can_never_be_written_end_the_process_as_a_host_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("evergrad_trainer.observers.jsonl.LONGEST_WAITING_BYTES", 100)
@@ -317,7 +317,7 @@ def test_lines_that_wait_for_good_end_the_process_as_trouble_of_the_host(
     writer.close()
 
 
-def test_a_directory_in_the_place_of_a_file_is_refused(directory: RunDirectory) -> None:
+def test_a_directory_at_the_path_of_a_file_is_refused(directory: RunDirectory) -> None:
     directory.events.mkdir()
     with pytest.raises(
         RunDirectoryError,
@@ -326,7 +326,7 @@ def test_a_directory_in_the_place_of_a_file_is_refused(directory: RunDirectory) 
         RunLog(directory)
 
 
-def test_closing_twice_is_harmless(directory: RunDirectory) -> None:
+def test_closing_twice_has_no_effect(directory: RunDirectory) -> None:
     log = RunLog(directory)
     log.close()
     log.close()
@@ -334,12 +334,12 @@ def test_closing_twice_is_harmless(directory: RunDirectory) -> None:
 
 
 @pytest.mark.acceptance("input-O-59")
-def test_event_fields_that_collide_with_the_common_ones_are_refused() -> None:
+def test_event_fields_that_collide_with_the_common_fields_are_refused() -> None:
     with pytest.raises(ValueError, match="event 'save' has fields named step, time"):
         event_row(Event("save", 1.0, 2, 3, {"step": 4, "time": 5}))
 
 
-def test_an_event_survives_the_way_through_its_line() -> None:
+def test_an_event_is_parsed_as_it_was_written() -> None:
     event = Event("save", 1.5, 2, 3, {"checkpoint": "step-2", "seconds": 0.5})
     assert parse_event_row(json.loads(json.dumps(event_row(event)))) == event
 
@@ -355,7 +355,7 @@ def test_an_event_survives_the_way_through_its_line() -> None:
         (None, 9),
     ],
 )
-def test_the_saved_step_comes_from_the_name_of_the_checkpoint(
+def test_the_saved_step_is_taken_from_the_name_of_the_checkpoint(
     name: str | None, step: int
 ) -> None:
     assert saved_step(Event("save", 0.0, 9, 1, {"checkpoint": name})) == step
@@ -377,7 +377,7 @@ def test_the_saved_step_comes_from_the_name_of_the_checkpoint(
         ({"step": 2**70}, "line 6000: has an impossible step"),
     ],
 )
-def test_an_impossible_row_is_refused_with_its_line(
+def test_an_invalid_row_is_refused_with_its_line(
     directory: RunDirectory, synthetic: ModuleType, change: dict[str, object], message: str
 ) -> None:
     rows = [synthetic.step_record(step).__dict__ for step in range(1, 6501)]
@@ -387,7 +387,7 @@ def test_an_impossible_row_is_refused_with_its_line(
         read_history(directory)
 
 
-def test_rows_without_a_field_are_refused_and_unknown_fields_are_not(
+def test_missing_fields_are_refused_and_unknown_fields_are_not(
     directory: RunDirectory, synthetic: ModuleType
 ) -> None:
     row = synthetic.step_record(1).__dict__ | {"something_newer": [1]}
@@ -452,7 +452,7 @@ def test_a_row_that_a_frozen_process_writes_late_does_not_count(
 
 
 @pytest.mark.parametrize("has_died_early", [False, True])
-def test_rows_of_generations_that_begin_anew_count(
+def test_rows_of_generations_that_restart_count(
     directory: RunDirectory, synthetic: ModuleType, has_died_early: bool
 ) -> None:
     """Somebody has removed the checkpoints alone; a row of the first generation 1 comes late before that."""
@@ -482,7 +482,7 @@ def test_rows_of_generations_that_begin_anew_count(
     assert read_before(directory).highest_step == 5
 
 
-def test_a_new_process_learns_what_came_before_from_the_ends_of_the_files(
+def test_a_new_process_reads_the_previous_state_from_the_ends_of_the_files(
     directory: RunDirectory, synthetic: ModuleType
 ) -> None:
     assert read_before(directory).last_time is None
@@ -501,7 +501,7 @@ def test_the_catalogue_has_exactly_the_columns_of_a_step() -> None:
     assert [*(column.name for column in COLUMNS), "metrics"] == names
 
 
-def test_why_a_step_was_skipped_and_its_scale_are_read_back(
+def test_the_reason_of_a_skipped_step_and_the_loss_scale_are_read_back(
     directory: RunDirectory, synthetic: ModuleType
 ) -> None:
     records = [
@@ -528,7 +528,7 @@ def test_why_a_step_was_skipped_and_its_scale_are_read_back(
     ]
 
 
-def test_files_of_before_a_column_was_written_are_read(
+def test_files_from_before_a_column_existed_are_read(
     directory: RunDirectory, synthetic: ModuleType
 ) -> None:
     row = dict(synthetic.step_record(4).__dict__)
@@ -539,14 +539,14 @@ def test_files_of_before_a_column_was_written_are_read(
     assert read_history(directory).steps.record(0) == synthetic.step_record(4)
 
 
-def test_a_table_has_no_attribute_that_is_no_column(synthetic: ModuleType) -> None:
+def test_a_table_has_no_attribute_without_a_column(synthetic: ModuleType) -> None:
     table = synthetic.step_table([synthetic.step_record(1)])
     assert copy(table).loss.tolist() == table.columns["loss"].tolist()
     with pytest.raises(AttributeError, match="no 'lost'"):
         _ = table.lost
 
 
-def test_the_scale_of_the_loss_is_in_the_row_of_a_step_that_has_one(
+def test_the_loss_scale_is_in_the_row_of_a_step_that_has_one(
     directory: RunDirectory, synthetic: ModuleType
 ) -> None:
     log = RunLog(directory)

@@ -47,7 +47,7 @@ class Failing(Counting):
 
 @pytest.mark.acceptance("8d-16c")
 @pytest.mark.capability("O-64")
-def test_the_state_goes_on_in_another_process(synthetic: ModuleType) -> None:
+def test_the_state_continues_in_another_process(synthetic: ModuleType) -> None:
     first = Lasting([Counting(), Counting(), BaseObserver()])
     for step in (1, 2):
         first.step_end(synthetic.step_record(step))
@@ -61,7 +61,7 @@ def test_the_state_goes_on_in_another_process(synthetic: ModuleType) -> None:
     assert counting.seen == [1, 2, 3]
 
 
-def test_a_state_that_was_saved_before_there_were_observers_is_the_beginning(
+def test_a_state_saved_before_observers_existed_is_the_initial_state(
     synthetic: ModuleType,
 ) -> None:
     counting = Counting()
@@ -76,7 +76,7 @@ def test_a_state_that_was_saved_before_there_were_observers_is_the_beginning(
 
 
 @pytest.mark.acceptance("8d-16b")
-def test_an_observer_that_fails_keeps_the_state_it_had_and_the_others_go_on(
+def test_an_observer_that_fails_keeps_its_previous_state_and_the_others_continue(
     synthetic: ModuleType,
 ) -> None:
     lasting = Lasting([Failing(), Counting()])
@@ -93,7 +93,7 @@ def test_an_observer_that_fails_keeps_the_state_it_had_and_the_others_go_on(
 @pytest.mark.parametrize(
     "state", [{"x": float("nan")}, {"x": object()}, {"x": "y" * MAX_STATE_BYTES}]
 )
-def test_a_state_that_no_checkpoint_can_hold_is_a_failure_of_its_observer(
+def test_a_state_that_no_checkpoint_can_store_is_a_failure_of_its_observer(
     state: dict[str, Any],
 ) -> None:
     class Odd(BaseObserver):
@@ -105,7 +105,7 @@ def test_a_state_that_no_checkpoint_can_hold_is_a_failure_of_its_observer(
     assert lasting.failures == {"Odd": 1}
 
 
-def test_an_essential_observer_ends_the_run_in_its_state_too() -> None:
+def test_an_essential_observer_whose_state_fails_ends_the_run_too() -> None:
     class Strict(BaseObserver):
         essential = True
 
@@ -116,7 +116,7 @@ def test_an_essential_observer_ends_the_run_in_its_state_too() -> None:
         Lasting([Strict()]).values()
 
 
-def test_rank_0_closes_its_own_observers_and_leaves_those_of_the_task(
+def test_rank_0_closes_its_own_observers_and_keeps_those_of_the_task(
     synthetic: ModuleType,
 ) -> None:
     own, counting = Counting(), Counting()
@@ -129,7 +129,7 @@ def test_rank_0_closes_its_own_observers_and_leaves_those_of_the_task(
     assert counting.is_closed
 
 
-def test_the_runs_own_observers_hear_of_one_of_the_tasks_that_is_switched_off(
+def test_observers_of_the_run_are_notified_of_a_disabled_observer_of_the_task(
     synthetic: ModuleType,
 ) -> None:
     class Deaf(BaseObserver):

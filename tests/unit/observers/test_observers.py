@@ -98,7 +98,7 @@ class _Wishing(BaseObserver):
         return self.asked
 
 
-def test_wishes_of_all_observers_are_put_together() -> None:
+def test_requests_of_all_observers_are_combined() -> None:
     observers = Observers(
         [_Wishing("stop"), BaseObserver(), _Wishing("save", "stop"), _Wishing()]
     )
@@ -106,14 +106,14 @@ def test_wishes_of_all_observers_are_put_together() -> None:
     assert Observers([]).wishes() == frozenset()
 
 
-def test_a_wish_that_nobody_can_grant_is_a_failure_of_its_observer() -> None:
+def test_an_unknown_request_is_a_failure_of_its_observer() -> None:
     observers = Observers([_Wishing("explode"), _Wishing("evaluate")])
     assert observers.wishes() == {"evaluate"}
     assert observers.failures == {"_Wishing": 1}
 
 
 @pytest.mark.acceptance("8d-15b", "8d-16a")
-def test_every_observer_hears_everything_in_order(synthetic: ModuleType) -> None:
+def test_every_observer_receives_everything_in_order(synthetic: ModuleType) -> None:
     heard: list[str] = []
     observers = Observers([Recorder(heard, "a "), Recorder(heard, "b "), BaseObserver()])
     observers.run_start(INFO)
@@ -134,7 +134,7 @@ def test_every_observer_hears_everything_in_order(synthetic: ModuleType) -> None
 
 
 @pytest.mark.acceptance("8d-16b")
-def test_an_observer_is_switched_off_after_three_failures_in_a_row_and_the_others_hear_of_it(
+def test_an_observer_is_disabled_after_three_failures_in_a_row_and_the_others_are_notified(
     synthetic: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     heard: list[str] = []
@@ -161,7 +161,7 @@ def test_an_observer_is_switched_off_after_three_failures_in_a_row_and_the_other
     )
 
 
-def test_the_warning_about_a_switched_off_observer_names_the_step_it_happened_at(
+def test_the_warning_about_a_disabled_observer_names_its_step(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     directory = RunDirectory(tmp_path)
@@ -192,7 +192,7 @@ def test_an_essential_observer_stops_the_run_with_an_error_that_names_the_file(
         observers.step_end(synthetic.step_record(2))
 
 
-def test_a_full_disk_under_the_run_log_stops_nothing(
+def test_a_full_disk_under_the_run_log_does_not_stop_the_run(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     log = RunLog(RunDirectory(tmp_path))
@@ -203,7 +203,7 @@ def test_a_full_disk_under_the_run_log_stops_nothing(
     log._metrics._close_descriptor()
 
 
-def test_any_other_error_of_an_essential_observer_is_raised_as_it_is(
+def test_any_other_error_of_an_essential_observer_is_raised_unchanged(
     synthetic: ModuleType,
 ) -> None:
     observers = Observers([Essential({1}, TypeError("not JSON"))])
@@ -224,7 +224,7 @@ class EssentialFailingClose(FailingClose):
     essential = True
 
 
-def test_all_observers_are_closed_even_when_one_cannot_be(
+def test_all_observers_are_closed_although_one_raises(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     heard: list[str] = []
@@ -238,7 +238,7 @@ def test_all_observers_are_closed_even_when_one_cannot_be(
     observers.close()
 
 
-def test_an_interrupt_is_never_swallowed(synthetic: ModuleType) -> None:
+def test_an_interrupt_is_never_suppressed(synthetic: ModuleType) -> None:
     class Interrupting(BaseObserver):
         def step_end(self, record: StepRecord) -> None:
             raise KeyboardInterrupt
@@ -248,7 +248,7 @@ def test_an_interrupt_is_never_swallowed(synthetic: ModuleType) -> None:
 
 
 @pytest.mark.acceptance("8d-16a")
-def test_the_built_in_observers_are_a_registry_that_declares_who_may_stop_a_run(
+def test_the_registry_of_built_in_observers_declares_which_may_stop_a_run(
     tmp_path: Path,
 ) -> None:
     directory = RunDirectory(tmp_path)

@@ -42,7 +42,7 @@ def settings(**values: object) -> Profile:
 
 
 @pytest.mark.parametrize(("every", "expected"), [(None, [4]), (3, [4, 7, 10]), (4, [4, 8])])
-def test_traces_begin_at_steps_that_follow_from_the_file(
+def test_traces_start_at_steps_that_follow_from_the_manifest(
     every: int | None, expected: list[int]
 ) -> None:
     given = {"steps": 2, "firstStep": 4} | ({} if every is None else {"every": every})
@@ -51,7 +51,7 @@ def test_traces_begin_at_steps_that_follow_from_the_file(
 
 
 @pytest.mark.capability("C-46")
-def test_each_window_is_one_file_and_the_newest_ones_are_kept(
+def test_each_window_is_one_file_and_the_newest_files_are_kept(
     synthetic: ModuleType, tmp_path: Path
 ) -> None:
     heard: list[str] = []
@@ -70,7 +70,7 @@ def test_each_window_is_one_file_and_the_newest_ones_are_kept(
     assert names == ["step-11", "step-8"]
 
 
-def test_the_file_is_a_trace_of_what_the_steps_did(
+def test_the_file_is_a_trace_of_the_operations_of_the_steps(
     synthetic: ModuleType, tmp_path: Path
 ) -> None:
     profiler = Profiler(
@@ -85,7 +85,7 @@ def test_the_file_is_a_trace_of_what_the_steps_did(
     assert any(event.get("name") == "aten::mm" for event in events)
 
 
-def test_a_start_just_before_a_window_traces_it_and_an_end_before_its_first_step_does_not(
+def test_a_start_before_a_window_is_traced_and_an_end_before_its_first_step_is_not(
     synthetic: ModuleType, tmp_path: Path
 ) -> None:
     heard: list[str] = []
@@ -103,7 +103,7 @@ def test_a_start_just_before_a_window_traces_it_and_an_end_before_its_first_step
 
 
 @pytest.mark.capability("A-35", "A-36", "A-62")
-def test_the_history_of_device_memory_is_a_file_beside_the_trace(
+def test_the_history_of_device_memory_is_a_separate_file_next_to_the_trace(
     synthetic: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a device does stands behind two functions, which are replaced here: there is none."""
@@ -127,7 +127,7 @@ def test_the_history_of_device_memory_is_a_file_beside_the_trace(
 
 
 @pytest.mark.capability("A-79")
-def test_what_a_failed_first_step_had_allocated_is_kept_without_a_trace(
+def test_the_memory_history_of_a_failed_first_step_is_kept_without_a_trace(
     synthetic: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int | None] = []
@@ -151,7 +151,9 @@ def make_file(folder: Path, name: str, *, at: float) -> None:
     os.utime(folder / name, (at, at))
 
 
-def test_the_newest_trace_is_kept_where_a_run_went_back(tmp_path: Path) -> None:
+def test_the_newest_trace_is_kept_after_a_run_went_back_to_an_earlier_step(
+    tmp_path: Path,
+) -> None:
     """Steps 20 and 30 were traced, then the run went back to a checkpoint of step 5, and 10 is traced again."""
     make_file(tmp_path, "step-10.a.1.trace.json.gz", at=1000.0)
     make_file(tmp_path, "step-20.a.1.trace.json.gz", at=2000.0)
@@ -167,7 +169,7 @@ def test_the_newest_trace_is_kept_where_a_run_went_back(tmp_path: Path) -> None:
     assert {path.name.split(".")[0] for path in tmp_path.iterdir()} == {"step-10"}
 
 
-def test_what_a_kill_has_left_of_a_trace_is_removed_and_what_is_being_written_is_not(
+def test_partial_traces_of_a_killed_process_are_removed_and_unfinished_ones_kept(
     tmp_path: Path,
 ) -> None:
     make_file(tmp_path, ".step-2.gone.1.partial.json.gz", at=1000.0)
@@ -180,7 +182,7 @@ def test_what_a_kill_has_left_of_a_trace_is_removed_and_what_is_being_written_is
     ]
 
 
-def test_files_of_a_step_go_together(tmp_path: Path) -> None:
+def test_files_of_a_step_are_removed_together(tmp_path: Path) -> None:
     for name in (
         "step-2.a.1.trace.json.gz",
         "step-2.b.1.trace.json.gz",
@@ -195,7 +197,7 @@ def test_files_of_a_step_go_together(tmp_path: Path) -> None:
     ]
 
 
-def test_a_trace_that_a_stop_cuts_is_not_called_whole(
+def test_a_trace_that_a_stop_interrupts_is_not_marked_complete(
     synthetic: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")

@@ -112,7 +112,7 @@ def test_lines_are_printed_every_n_steps_and_at_every_notable_event(
     ]
 
 
-def test_a_line_says_how_many_samples_each_source_of_another_run_had_given() -> None:
+def test_a_line_has_the_number_of_samples_that_each_source_gave_in_another_run() -> None:
     stream = io.StringIO()
     lines = ProgressLines(stream, every=20, clock=Clock())
     fields: dict[str, Any] = {"path": "runs/first", "from_step": 6, "load": "position"}
@@ -126,7 +126,7 @@ def test_a_line_says_how_many_samples_each_source_of_another_run_had_given() -> 
     ]
 
 
-def test_metrics_of_a_recipe_stand_at_the_end_of_a_line_and_in_a_wide_bar(
+def test_metrics_of_a_recipe_are_at_the_end_of_a_line_and_in_a_wide_bar(
     synthetic: ModuleType,
 ) -> None:
     stream = io.StringIO()
@@ -146,7 +146,7 @@ def test_metrics_of_a_recipe_stand_at_the_end_of_a_line_and_in_a_wide_bar(
     assert "kl 0.125 nats" in render_line(state, 300).plain
 
 
-def test_a_rank_0_that_takes_over_says_who_came_or_went_instead_of_starting_again(
+def test_a_new_rank_0_reports_the_changed_nodes_instead_of_another_start(
     synthetic: ModuleType,
 ) -> None:
     stream = io.StringIO()
@@ -180,9 +180,7 @@ def test_the_last_step_is_always_printed(synthetic: ModuleType) -> None:
 
 @pytest.mark.acceptance("number-C-39")
 @pytest.mark.capability("C-39")
-def test_the_rate_counts_pauses_and_forgets_the_first_step_and_what_is_older_than_its_window() -> (
-    None
-):
+def test_the_rate_includes_pauses_and_excludes_the_first_step_and_expired_steps() -> None:
     clock = Clock()
     rate = Rate(window_seconds=60.0, clock=clock)
     assert rate.per_second == 0
@@ -201,7 +199,7 @@ def test_the_rate_counts_pauses_and_forgets_the_first_step_and_what_is_older_tha
     assert rate.per_second == pytest.approx(100.0)
 
 
-def test_the_rate_keeps_few_points_however_short_the_steps_are() -> None:
+def test_the_rate_stores_a_bounded_number_of_points_for_steps_of_any_length() -> None:
     clock = Clock()
     rate = Rate(window_seconds=60.0, clock=clock)
     for _ in range(200_000):
@@ -211,7 +209,7 @@ def test_the_rate_keeps_few_points_however_short_the_steps_are() -> None:
     assert len(rate._points) < 300
 
 
-def test_a_clock_that_stands_still_divides_by_nothing() -> None:
+def test_a_clock_that_does_not_advance_causes_no_division_by_zero() -> None:
     rate = Rate(window_seconds=60.0, clock=Clock())
     rate.add(5, first_seconds=0.0)
     assert rate.per_second == 0
@@ -234,7 +232,7 @@ def _state(synthetic: ModuleType) -> LiveState:
     ("trained", "said"),
     [(None, ""), (10_200_000, ""), (81_920, " trainable=81.9k")],
 )
-def test_the_first_line_says_how_many_parameters_are_trained_where_some_are_frozen(
+def test_the_first_line_has_the_number_of_trained_parameters_if_some_are_frozen(
     trained: int | None, said: str
 ) -> None:
     stream = io.StringIO()
@@ -244,7 +242,7 @@ def test_the_first_line_says_how_many_parameters_are_trained_where_some_are_froz
     assert "tokens_per_step=8192" in stream.getvalue()
 
 
-def test_the_bar_shows_all_facts_where_there_is_room(synthetic: ModuleType) -> None:
+def test_the_bar_shows_all_facts_if_there_is_enough_space(synthetic: ModuleType) -> None:
     line = render_line(_state(synthetic), 150).plain
     assert line.startswith("docs-lm  ━")
     assert line.endswith(
@@ -252,7 +250,7 @@ def test_the_bar_shows_all_facts_where_there_is_room(synthetic: ModuleType) -> N
     )
 
 
-def test_the_bar_says_who_went_for_a_while_and_how_many_are_left(
+def test_the_bar_shows_for_a_while_which_nodes_left_and_how_many_remain(
     synthetic: ModuleType,
 ) -> None:
     clock = Clock()
@@ -294,7 +292,7 @@ def test_a_narrow_bar_keeps_step_and_loss_longest(synthetic: ModuleType) -> None
     assert "saved" not in line and "heldOut" not in line
 
 
-def test_a_terminal_without_unicode_gets_plain_characters(synthetic: ModuleType) -> None:
+def test_a_terminal_without_unicode_gets_ascii_characters(synthetic: ModuleType) -> None:
     line = render_line(_state(synthetic), 120, is_unicode=False).plain
     assert line.isascii()
     assert "##" in line or "--" in line
@@ -307,7 +305,7 @@ def test_a_bar_before_the_first_step_has_no_loss_and_no_eta() -> None:
     assert "loss –" in line and "ETA –" in line
 
 
-def test_a_finished_bar_says_how_long_it_took_instead_of_an_eta(
+def test_a_finished_bar_shows_the_total_time_instead_of_an_eta(
     synthetic: ModuleType,
 ) -> None:
     clock = Clock()
@@ -338,7 +336,7 @@ def _read(controller: int) -> str:
             return data.decode()
 
 
-def test_on_a_terminal_the_bar_is_drawn_and_events_scroll_by_above_it(
+def test_on_a_terminal_the_bar_is_drawn_and_events_scroll_above_it(
     terminal: tuple[io.TextIOWrapper, int],
     synthetic: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
@@ -402,7 +400,7 @@ def test_on_a_terminal_the_bar_is_drawn_and_events_scroll_by_above_it(
         (EventType.FAILED, {"message": "lost"}, "failed at step 1,204: lost"),
     ],
 )
-def test_a_terminal_shows_events_in_sentences_and_not_as_lines_of_a_log(
+def test_a_terminal_shows_events_as_sentences_and_not_as_log_lines(
     terminal: tuple[io.TextIOWrapper, int],
     monkeypatch: pytest.MonkeyPatch,
     type_: str,
@@ -421,7 +419,7 @@ def test_a_terminal_shows_events_in_sentences_and_not_as_lines_of_a_log(
     assert "reason=" not in text and "saved=" not in text
 
 
-def test_a_bar_that_takes_over_introduces_nothing_again(
+def test_a_bar_of_a_new_rank_0_prints_no_introduction(
     terminal: tuple[io.TextIOWrapper, int],
     synthetic: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
@@ -440,7 +438,7 @@ def test_a_bar_that_takes_over_introduces_nothing_again(
     assert "2 processes  node 0 lost" in text.splitlines()[-1]
 
 
-def test_without_a_terminal_there_is_nothing_but_plain_text(synthetic: ModuleType) -> None:
+def test_without_a_terminal_only_plain_text_is_written(synthetic: ModuleType) -> None:
     stream = io.StringIO()
     progress = build_progress(stream, every=1)
     assert isinstance(progress, ProgressLines)
@@ -458,11 +456,11 @@ def test_without_a_terminal_there_is_nothing_but_plain_text(synthetic: ModuleTyp
         (172799, "2d00h"), (200000, "2d08h"), (4e8, "4,629d15h"), (-75, "-1m15s"), (float("nan"), "–"), (float("inf"), "–"),
     ],
 )  # fmt: skip
-def test_durations_are_written_as_people_say_them(seconds: float, text: str) -> None:
+def test_durations_are_formatted_for_readers(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_numbers_are_written_as_people_read_them() -> None:
+def test_numbers_are_formatted_for_readers() -> None:
     assert [short_count(n) for n in (0, 12, 999, 999.7, 1000, 41234, 999_499, 999_501, 10_200_000, 1.5e12, 1e18)] == [
         "0", "12", "999", "1k", "1k", "41.2k", "999k", "1M", "10.2M", "1.5T", "1e+18",
     ]  # fmt: skip
@@ -505,7 +503,7 @@ def test_numbers_are_written_as_people_read_them() -> None:
 
 
 @pytest.mark.capability("O-31")
-def test_each_rank_has_its_own_log_file_and_only_rank_0_speaks_on_stderr(
+def test_each_rank_has_its_own_log_file_and_only_rank_0_writes_to_stderr(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = RunDirectory(tmp_path)
@@ -529,7 +527,7 @@ def test_each_rank_has_its_own_log_file_and_only_rank_0_speaks_on_stderr(
     assert "WARNING evergrad_trainer.training.loop: loud 1" in text
 
 
-def test_logging_leaves_no_trace_after_it_is_closed_and_appends_when_opened_again(
+def test_logging_leaves_no_handler_after_it_is_closed_and_appends_when_opened_again(
     tmp_path: Path,
 ) -> None:
     root = logging.getLogger()

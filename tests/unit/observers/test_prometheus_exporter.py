@@ -125,7 +125,7 @@ def test_metrics_of_a_recipe_are_shown_by_their_names(
 
 
 @pytest.mark.capability("G-93")
-def test_the_help_of_a_recipe_s_metrics_has_their_units_and_meanings(
+def test_the_help_text_of_recipe_metrics_has_their_units_and_meanings(
     exporter: PrometheusExporter, synthetic: ModuleType
 ) -> None:
     metrics = {"kl": {"unit": "nats", "help": "divergence from the teacher"}}
@@ -174,7 +174,7 @@ def test_gauges_show_the_last_values_and_counters_the_sums(
     assert samples["evergrad_tokens_per_second", ()] > 0
 
 
-def test_checkpoint_metrics_tell_time_size_step_and_what_training_waited(
+def test_checkpoint_metrics_have_time_size_step_and_the_wait_of_training(
     exporter: PrometheusExporter, synthetic: ModuleType
 ) -> None:
     _train(exporter, synthetic)
@@ -268,7 +268,7 @@ def test_the_phases_sum_to_the_wall_time_since_the_first_step(
     assert phases["comm_wait"] == pytest.approx(21 * 0.06)
 
 
-def test_time_is_productive_or_lost_to_a_cause(
+def test_time_is_either_productive_or_lost_to_a_cause(
     exporter: PrometheusExporter, synthetic: ModuleType
 ) -> None:
     _train(exporter, synthetic)
@@ -292,7 +292,7 @@ def test_time_is_productive_or_lost_to_a_cause(
     )
 
 
-def test_a_change_of_the_world_is_counted_by_its_cause_and_costs_reconfiguration(
+def test_a_world_change_is_counted_by_its_cause_and_costs_reconfiguration(
     exporter: PrometheusExporter, synthetic: ModuleType
 ) -> None:
     _train(exporter, synthetic)
@@ -322,7 +322,7 @@ def test_a_change_of_the_world_is_counted_by_its_cause_and_costs_reconfiguration
     )
 
 
-def test_no_counter_jumps_back_when_rank_0_leaves_this_node_and_comes_back(
+def test_no_counter_decreases_if_rank_0_leaves_this_node_and_returns(
     exporter: PrometheusExporter, synthetic: ModuleType
 ) -> None:
     _train(exporter, synthetic)
@@ -411,7 +411,7 @@ def test_a_second_start_on_one_endpoint_keeps_the_counters(
     ] == pytest.approx(1.0 + 18 * 0.5 + 2 * 0.5)
 
 
-def test_no_counter_goes_back_when_the_clock_does(
+def test_no_counter_decreases_if_the_clock_is_set_back(
     exporter: PrometheusExporter, synthetic: ModuleType
 ) -> None:
     exporter.event(Event(EventType.START, 100.0, 0, 1, {"process_start_time": 90.0}))
@@ -424,7 +424,7 @@ def test_no_counter_goes_back_when_the_clock_does(
         before = after
 
 
-def test_what_is_relayed_arrives_with_what_the_run_has_left_before(
+def test_relayed_events_arrive_with_the_earlier_events_of_the_run(
     exporter: PrometheusExporter, tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=57, ended="killed"))
@@ -454,7 +454,7 @@ def test_a_relay_that_cannot_read_the_run_directory_still_relays(
     assert "metrics.jsonl" in caplog.text
 
 
-def test_counters_begin_at_zero_before_the_first_step(exporter: PrometheusExporter) -> None:
+def test_counters_are_zero_before_the_first_step(exporter: PrometheusExporter) -> None:
     samples = _samples(exporter)
     assert samples["evergrad_steps_total", ()] == 0
     assert samples["evergrad_nonfinite_total", (("what", "loss"),)] == 0
@@ -473,7 +473,7 @@ def test_counters_begin_at_zero_before_the_first_step(exporter: PrometheusExport
 
 @pytest.mark.capability("G-87")
 @pytest.mark.parametrize("what", ["loss", "grad"])
-def test_a_non_finite_step_is_counted_by_what_was_not_finite(
+def test_a_non_finite_step_is_counted_by_the_non_finite_quantity(
     exporter: PrometheusExporter, what: str
 ) -> None:
     exporter.event(
@@ -504,7 +504,7 @@ def test_a_non_finite_step_is_counted_by_what_was_not_finite(
     assert samples["evergrad_skipped_steps_total", (("why", "requested"),)] == 1
 
 
-def test_a_step_without_an_update_leaves_loss_and_norm_as_they_were(
+def test_a_step_without_an_update_leaves_loss_and_norm_unchanged(
     exporter: PrometheusExporter, synthetic: ModuleType
 ) -> None:
     exporter.run_start(INFO)
@@ -520,7 +520,9 @@ def test_a_step_without_an_update_leaves_loss_and_norm_as_they_were(
     assert samples["evergrad_step", ()] == 2
 
 
-def test_the_info_metric_carries_what_joins_need(exporter: PrometheusExporter) -> None:
+def test_the_info_metric_has_the_labels_that_joins_need(
+    exporter: PrometheusExporter,
+) -> None:
     exporter.run_start(INFO)
     text = _scrape(exporter)
     (line,) = [line for line in text.splitlines() if line.startswith("evergrad_info{")]
@@ -535,7 +537,7 @@ def test_the_info_metric_carries_what_joins_need(exporter: PrometheusExporter) -
         assert part in line
 
 
-def test_names_of_a_hostile_run_are_escaped() -> None:
+def test_special_characters_in_names_of_a_run_are_escaped() -> None:
     exporter = PrometheusExporter('a"b\\c\nd', port=0, host="127.0.0.1")
     try:
         families = list(text_string_to_metric_families(_scrape(exporter)))
@@ -550,7 +552,7 @@ def test_names_of_a_hostile_run_are_escaped() -> None:
         exporter.close()
 
 
-def test_process_and_python_metrics_are_served_and_creation_times_are_not(
+def test_process_and_python_metrics_are_exported_and_creation_times_are_not(
     exporter: PrometheusExporter,
 ) -> None:
     text = _scrape(exporter)
@@ -559,7 +561,7 @@ def test_process_and_python_metrics_are_served_and_creation_times_are_not(
     assert "_created" not in text
 
 
-def test_memory_of_devices_is_shown_by_worker_and_absent_where_there_is_none(
+def test_device_memory_is_exported_per_worker_and_omitted_without_devices(
     exporter: PrometheusExporter,
 ) -> None:
     metrics = NodeMetrics("docs-lm", "0", exporter)
@@ -617,7 +619,7 @@ def test_a_port_in_use_is_refused_with_the_field_that_set_it() -> None:
             PrometheusExporter("docs-lm", port=port, host="127.0.0.1")
 
 
-def test_the_endpoint_stays_for_the_lingering_time_and_shows_the_exit_code() -> None:
+def test_the_endpoint_stays_open_for_the_linger_time_and_shows_the_exit_code() -> None:
     exporter = PrometheusExporter(
         "docs-lm",
         port=0,
@@ -637,7 +639,7 @@ def test_the_endpoint_stays_for_the_lingering_time_and_shows_the_exit_code() -> 
         _scrape(exporter)
 
 
-def test_closing_twice_is_harmless() -> None:
+def test_closing_twice_has_no_effect() -> None:
     exporter = PrometheusExporter("docs-lm", port=0, host="127.0.0.1")
     exporter.close()
     exporter.close()
@@ -645,7 +647,7 @@ def test_closing_twice_is_harmless() -> None:
         _scrape(exporter)
 
 
-def test_a_failed_save_is_counted_by_the_trouble_it_names_and_never_by_its_text(
+def test_a_failed_save_is_counted_by_its_trouble_and_never_by_its_text(
     exporter: PrometheusExporter,
 ) -> None:
     exporter.run_start(INFO)

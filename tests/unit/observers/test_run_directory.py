@@ -70,12 +70,12 @@ def test_finite_floats_round_trip_bit_by_bit() -> None:
         assert again.hex() == value.hex()
 
 
-def test_text_that_is_no_unicode_is_still_written(tmp_path: Path) -> None:
+def test_text_with_unpaired_surrogates_is_written(tmp_path: Path) -> None:
     write_atomically(tmp_path / "a.json", dumps_strict({"name": "\udcff"}))
     assert read_json_object(tmp_path / "a.json") == {"name": "?"}
 
 
-def test_a_written_file_replaces_the_old_one_and_leaves_nothing_beside_it(
+def test_a_written_file_replaces_the_old_one_and_leaves_no_temporary_file(
     tmp_path: Path,
 ) -> None:
     directory = RunDirectory(tmp_path / "runs" / "one")
@@ -99,7 +99,7 @@ def test_a_new_directory_has_nothing_to_read(tmp_path: Path) -> None:
     assert not directory.path.exists()
 
 
-def test_completion_is_marked_and_taken_back(tmp_path: Path) -> None:
+def test_completion_is_marked_and_can_be_reverted(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     directory.mark_complete({"total_steps": 7, "loss": math.nan})
     assert directory.is_complete()
@@ -191,7 +191,7 @@ print(directory.read_resolved(), sorted(path.name for path in directory.path.ite
     assert rest == "{'a': 1} ['checkpoints', 'logs', 'run.json']"
 
 
-def test_a_read_only_file_system_is_reported_before_anything_is_trained(
+def test_a_read_only_file_system_is_reported_before_training_starts(
     tmp_path: Path,
 ) -> None:
     out = _run_in_own_mount_namespace(
@@ -231,7 +231,7 @@ def test_every_known_cause_has_a_remedy() -> None:
 @pytest.mark.parametrize(
     "number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT]
 )
-def test_trouble_of_a_moment_is_the_hosts_and_not_a_mistake(number: int) -> None:
+def test_a_temporary_error_is_a_host_fault_and_not_a_user_error(number: int) -> None:
     error = run_directory_error(
         OSError(number, os.strerror(number)), "x", what="cannot be written"
     )
@@ -248,7 +248,7 @@ def _lines(path: Path) -> tuple[list[dict[str, object]], int]:
     return [row for _, row in lines], lines.torn_bytes
 
 
-def test_a_torn_last_line_is_left_out_when_reading_and_cut_off_when_mending(
+def test_a_truncated_last_line_is_skipped_when_reading_and_removed_when_repairing(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -259,7 +259,7 @@ def test_a_torn_last_line_is_left_out_when_reading_and_cut_off_when_mending(
     assert mend_last_line(path) == 0
 
 
-def test_an_object_that_only_misses_its_newline_is_kept(tmp_path: Path) -> None:
+def test_an_object_that_only_lacks_its_newline_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"a":1}\n{"a":2}')
     assert _lines(path) == ([{"a": 1}, {"a": 2}], 0)
@@ -267,7 +267,7 @@ def test_an_object_that_only_misses_its_newline_is_kept(tmp_path: Path) -> None:
     assert path.read_bytes() == b'{"a":1}\n{"a":2}\n'
 
 
-def test_a_file_of_one_torn_line_becomes_empty(tmp_path: Path) -> None:
+def test_a_file_of_one_truncated_line_becomes_empty(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for torn in (b"{", b"\0" * 40, b"\xff\xfe", b'"text'):
         path.write_bytes(torn)
@@ -275,7 +275,7 @@ def test_a_file_of_one_torn_line_becomes_empty(tmp_path: Path) -> None:
         assert path.read_bytes() == b""
 
 
-def test_a_torn_line_longer_than_a_block_is_found_whole(tmp_path: Path) -> None:
+def test_a_truncated_line_longer_than_a_block_is_found_completely(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"a":1}\n' + b'{"b":"' + b"x" * 200_000)
     assert mend_last_line(path) == 200_006

@@ -58,7 +58,7 @@ def read_event_files(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], 
 
 
 @pytest.mark.capability("O-77")
-def test_tensorboard_shows_each_step_once_as_it_was_trained_last(
+def test_tensorboard_shows_each_step_once_as_it_was_last_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock of the second process's host is behind; the first was killed in the middle of a record."""
@@ -170,9 +170,7 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
 
 
 @pytest.mark.capability("A-8", "A-48", "T-36")
-def test_wandb_is_given_one_id_and_whole_rows(
-    tmp_path: Path, fake_wandb: FakeWandb
-) -> None:
+def test_wandb_gets_one_id_and_whole_rows(tmp_path: Path, fake_wandb: FakeWandb) -> None:
     library = find_opener("wandb")(tracked(tmp_path / "wandb", "wandb"))
     for step in (1, 2):
         library.write(step, 0.0, {"train/loss": float(step)})
@@ -204,7 +202,7 @@ def test_wandb_is_given_one_id_and_whole_rows(
         ("handed on", False, 0),
     ],
 )
-def test_wandb_online_keeps_a_step_for_the_next_start_where_its_evaluation_may_have_been_cut(
+def test_wandb_online_leaves_a_step_to_the_next_start_if_its_evaluation_may_be_incomplete(
     tmp_path: Path, fake_wandb: FakeWandb, end: End, is_whole: bool, code: int
 ) -> None:
     """A row that the server has takes nothing more, and the next start is told of the evaluation alone."""
@@ -223,7 +221,7 @@ def test_wandb_online_keeps_a_step_for_the_next_start_where_its_evaluation_may_h
 
 
 @pytest.mark.capability("A-8", "A-48", "T-36")
-def test_wandb_online_goes_on_where_the_server_is(
+def test_wandb_online_resumes_at_the_state_of_the_server(
     tmp_path: Path, fake_wandb: FakeWandb
 ) -> None:
     fake_wandb.starting_step = 8
@@ -245,7 +243,7 @@ def test_wandb_online_goes_on_where_the_server_is(
     assert options["settings"]["base_url"] == "https://here"
 
 
-def test_the_end_of_a_process_waits_for_wandb_online_only_so_long(
+def test_the_end_of_a_process_waits_for_wandb_online_for_a_bounded_time(
     tmp_path: Path, fake_wandb: FakeWandb
 ) -> None:
     for mode in ("online", "offline"):
@@ -355,7 +353,7 @@ def fake_store(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
     return fake
 
 
-def test_mlflow_finds_its_run_by_the_tag_and_says_what_it_shows(
+def test_mlflow_finds_its_run_by_the_tag_and_reports_what_it_shows(
     tmp_path: Path, fake_store: FakeStore
 ) -> None:
     open_library = find_opener("mlflow")
@@ -378,7 +376,7 @@ def test_mlflow_finds_its_run_by_the_tag_and_says_what_it_shows(
     assert fake_store.uris[1:] == [f"sqlite:///{tmp_path}/mlflow/mlflow.db"] * 2
 
 
-def test_names_that_mlflow_refuses_are_changed_and_known_to_the_next_process(
+def test_names_that_mlflow_refuses_are_changed_and_recognised_by_the_next_process(
     tmp_path: Path, fake_store: FakeStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Metrics of an evaluator, its set and keys of model.config may have any characters."""
@@ -423,7 +421,7 @@ def test_names_that_mlflow_refuses_are_changed_and_known_to_the_next_process(
     assert {"lr=1e-3", "lr@1e-3"} <= set(run["tags"].values())
 
 
-def test_mlflow_is_given_the_parameters_that_a_kill_has_kept_from_its_run(
+def test_mlflow_gets_the_parameters_that_a_kill_had_prevented(
     tmp_path: Path, fake_store: FakeStore
 ) -> None:
     facts = {f"key{number:03}": number for number in range(150)}
@@ -440,7 +438,7 @@ def test_mlflow_is_given_the_parameters_that_a_kill_has_kept_from_its_run(
 
 
 @pytest.mark.parametrize("num_values", [9, 700])
-def test_a_kill_between_two_requests_leaves_no_step_of_mlflow_half_shown(
+def test_a_kill_between_two_requests_leaves_no_incomplete_step_in_mlflow(
     tmp_path: Path, fake_store: FakeStore, num_values: int
 ) -> None:
     open_library = find_opener("mlflow")
@@ -460,7 +458,7 @@ def test_a_kill_between_two_requests_leaves_no_step_of_mlflow_half_shown(
         assert steps.count(step) == num_values
 
 
-def test_a_database_of_mlflow_that_a_kill_left_half_made_is_never_opened(
+def test_an_incomplete_mlflow_database_left_by_a_kill_is_never_opened(
     tmp_path: Path, fake_store: FakeStore
 ) -> None:
     folder = tmp_path / "mlflow"
@@ -486,7 +484,7 @@ def test_a_database_of_mlflow_that_a_kill_left_half_made_is_never_opened(
         ("wandb", "WANDB_ERROR_REPORTING", "false"),
     ],
 )
-def test_a_library_reports_nothing_to_its_makers_unless_the_environment_says_so(
+def test_a_library_sends_no_telemetry_unless_the_environment_enables_it(
     type_: str, variable: str, quiet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both look at the variable when they are imported, or start a process."""
@@ -505,7 +503,7 @@ def test_a_library_reports_nothing_to_its_makers_unless_the_environment_says_so(
 
 
 @pytest.mark.capability("C-X1")
-def test_aim_opens_the_run_again_by_its_hash(
+def test_aim_reopens_the_run_by_its_hash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[dict[str, Any]] = []

@@ -143,7 +143,7 @@ def make_scene(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
 
 
 @pytest.mark.capability("G-X10", "O-X2", "C-X1")
-def test_steps_and_evaluations_are_shown_in_their_order_and_the_run_is_ended(
+def test_steps_and_evaluations_are_shown_in_order_and_the_run_is_ended(
     make_scene: Callable[..., Scene], store: dict[str, Any], synthetic: ModuleType
 ) -> None:
     scene = make_scene(lambda run: Kept(run, store))
@@ -166,7 +166,7 @@ def test_steps_and_evaluations_are_shown_in_their_order_and_the_run_is_ended(
 
 
 @pytest.mark.capability("C-25", "O-77")
-def test_what_a_kill_has_kept_from_a_tracker_is_read_from_the_runs_own_files(
+def test_rows_that_a_kill_kept_from_a_tracker_are_read_from_the_files_of_the_run(
     make_scene: Callable[..., Scene], store: dict[str, Any], synthetic: ModuleType
 ) -> None:
     first = make_scene(lambda run: Kept(run, store))
@@ -225,7 +225,7 @@ def test_an_evaluation_that_a_frozen_process_writes_late_is_not_read_back(
         ({"directory": "{tmp}/there"}, "there/docs"),
     ],
 )
-def test_files_of_a_tracker_lie_in_the_run_directory_or_where_the_file_says(
+def test_files_of_a_tracker_are_in_the_run_directory_or_at_the_configured_path(
     tmp_path: Path,
     store: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -272,7 +272,7 @@ def test_files_of_a_tracker_lie_in_the_run_directory_or_where_the_file_says(
         ("after_step", "stopped"),
     ],
 )
-def test_a_signal_alone_may_have_cut_an_evaluation(
+def test_only_a_signal_may_have_interrupted_an_evaluation(
     make_scene: Callable[..., Scene], store: dict[str, Any], reason: str, end: End
 ) -> None:
     scene = make_scene(lambda run: Kept(run, store))
@@ -281,7 +281,7 @@ def test_a_signal_alone_may_have_cut_an_evaluation(
     assert store["ends"] == [end]
 
 
-def test_a_note_of_another_run_is_not_this_ones(
+def test_a_note_of_another_run_is_ignored(
     make_scene: Callable[..., Scene], store: dict[str, Any], synthetic: ModuleType
 ) -> None:
     scene = make_scene(lambda run: Kept(run, store))
@@ -329,7 +329,7 @@ def test_a_tracker_gets_the_configuration_and_the_hashes(
     assert len(store["notes"]) == 2
 
 
-def test_hashes_of_checkpoints_that_a_kill_has_kept_from_a_tracker_are_noted_at_the_next_start(
+def test_checkpoint_hashes_that_a_kill_kept_from_a_tracker_are_noted_at_the_next_start(
     make_scene: Callable[..., Scene], store: dict[str, Any]
 ) -> None:
     """A tracker that was added to a run has none of them before."""
@@ -358,7 +358,7 @@ class Removing(Kept):
             shutil.rmtree(self.removes.pop())
 
 
-def test_missed_rows_are_with_the_library_before_notes_and_no_hash_is_followed_by_gone(
+def test_missed_rows_are_sent_before_notes_and_no_hash_is_followed_by_gone(
     make_scene: Callable[..., Scene], store: dict[str, Any], synthetic: ModuleType
 ) -> None:
     before = make_scene(Broken)
@@ -403,7 +403,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_a_tracker_that_fails_is_switched_off_and_that_is_said(
+def test_a_tracker_that_fails_is_disabled_with_a_message(
     make_scene: Callable[..., Scene], synthetic: ModuleType
 ) -> None:
     scene = make_scene(Broken)
@@ -444,7 +444,7 @@ def test_credentials_of_a_server_are_in_neither_the_records_nor_the_log(
         assert "bob" not in text and "p@55" not in text and "55w0rd" not in text
 
 
-def test_a_failure_that_no_later_step_could_find_is_said_at_the_end(
+def test_a_failure_after_the_last_step_is_reported_at_the_end(
     make_scene: Callable[..., Scene], synthetic: ModuleType
 ) -> None:
     scene = make_scene(Broken)
@@ -480,7 +480,7 @@ def stuck() -> Iterator[type[Stuck]]:
     Stuck.gate.set()
 
 
-def test_a_tracker_that_hangs_costs_no_step_and_is_switched_off(
+def test_a_tracker_that_hangs_costs_no_step_and_is_disabled(
     make_scene: Callable[..., Scene],
     synthetic: ModuleType,
     stuck: type[Stuck],
@@ -503,7 +503,7 @@ def test_a_tracker_that_hangs_costs_no_step_and_is_switched_off(
 
 
 @pytest.mark.parametrize("hangs_in", ["open", "write", "flush", "finish"])
-def test_a_tracker_that_is_given_up_writes_nothing_more_once_its_library_answers(
+def test_a_disabled_tracker_writes_nothing_more_when_its_library_responds(
     tmp_path: Path, store: dict[str, Any], synthetic: ModuleType, hangs_in: str
 ) -> None:
     """Another process, or another feeder of this one, may show the run by then."""
@@ -564,7 +564,7 @@ def test_a_tracker_that_is_given_up_writes_nothing_more_once_its_library_answers
     assert store["ends"] == (["handed on"] if hangs_in == "finish" else [])
 
 
-def test_records_that_wait_are_bounded(
+def test_the_number_of_buffered_records_is_bounded(
     make_scene: Callable[..., Scene],
     synthetic: ModuleType,
     stuck: type[Stuck],
@@ -579,7 +579,7 @@ def test_records_that_wait_are_bounded(
     assert "takes records more slowly than they come" in message
 
 
-def test_an_end_waits_for_all_trackers_together_only_so_long(
+def test_the_end_waits_for_all_trackers_together_for_a_bounded_time(
     make_scene: Callable[..., Scene], synthetic: ModuleType, stuck: type[Stuck]
 ) -> None:
     scene = make_scene(stuck)
@@ -600,7 +600,7 @@ def test_an_end_waits_for_all_trackers_together_only_so_long(
     assert patience.left() == 2.0
 
 
-def test_a_run_that_goes_back_in_the_same_process_is_opened_anew(
+def test_a_run_that_goes_back_in_the_same_process_is_opened_again(
     make_scene: Callable[..., Scene], store: dict[str, Any], synthetic: ModuleType
 ) -> None:
     """All ranks have lost the state: rank 0's process reads a checkpoint and starts again."""
@@ -660,7 +660,7 @@ def test_a_tracker_is_opened_without_a_lock_that_another_process_holds_for_long(
 
 
 @pytest.mark.parametrize("type_", ["tensorboard", "wandb", "mlflow", "aim"])
-def test_a_missing_library_is_refused_with_the_command_that_installs_it(
+def test_a_missing_library_is_refused_with_the_install_command(
     type_: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec

@@ -48,16 +48,14 @@ def said(alerts: list[WatchAlert]) -> list[tuple[int, float, float]]:
 
 @pytest.mark.acceptance("number-G-85")
 @pytest.mark.capability("G-85")
-def test_a_collapse_below_half_of_the_first_value_is_said_when_it_begins_and_when_it_comes_again() -> (
-    None
-):
+def test_a_collapse_below_half_of_the_first_value_is_reported_at_each_start() -> None:
     rule = Rule("collapse", "spread", "warn", ratio=0.5)
     values = [1.0, 0.6, 0.5, 0.49, 0.2, 0.51, 0.4]
     assert said(alerts_of(rule, values)) == [(4, 0.49, 0.5), (7, 0.4, 0.5)]
 
 
 @pytest.mark.capability("G-85")
-def test_a_collapse_is_judged_by_another_metric_of_the_same_step() -> None:
+def test_a_collapse_can_be_judged_by_another_metric_of_the_same_step() -> None:
     # The hand-made batch of the digest: predictions vary by 0.25 and targets by 0.125.
     rule = Rule("collapse", "prediction", "warn", ratio=0.5, of="target")
     found = alerts_of(rule, [0.25, 0.0625, 0.0624], target=[0.125, 0.125, 0.125])
@@ -65,7 +63,7 @@ def test_a_collapse_is_judged_by_another_metric_of_the_same_step() -> None:
 
 
 @pytest.mark.capability("G-85")
-def test_a_limit_is_a_value_of_its_own() -> None:
+def test_a_limit_is_an_absolute_value() -> None:
     rule = Rule("divergence", "kl", "warn", limit=10.0)
     assert said(alerts_of(rule, [3.0, 10.0, 10.5, 11.0, 9.0])) == [(3, 10.5, 10.0)]
     rule = Rule("collapse", "kl", "warn", limit=0.1)
@@ -79,13 +77,13 @@ def test_a_divergence_is_a_mean_above_twice_the_lowest_mean() -> None:
 
 
 @pytest.mark.acceptance("input-5e-18")
-def test_a_ratio_means_the_same_distance_where_values_are_negative() -> None:
+def test_a_ratio_has_the_same_distance_for_negative_values() -> None:
     # The lowest is -4: twice as far above it is 0.
     rule = Rule("divergence", "reward", "warn", ratio=2.0)
     assert said(alerts_of(rule, [-4.0, -0.5, 0.5])) == [(3, 0.5, 0.0)]
 
 
-def test_a_plateau_is_patience_without_a_gain_that_counts() -> None:
+def test_a_plateau_is_patience_without_a_sufficient_gain() -> None:
     rule = Rule("plateau", "loss", "warn", patience=2, min_delta=0.1)
     values = [1.0, 0.95, 0.85, 0.84, 0.83, 0.5, 0.5, 0.5]
     assert said(alerts_of(rule, values)) == [(5, 0.83, 0.85), (8, 0.5, 0.5)]
@@ -93,7 +91,7 @@ def test_a_plateau_is_patience_without_a_gain_that_counts() -> None:
     assert said(alerts_of(rule, [0.1, 0.2, 0.2, 0.15, 0.3])) == [(4, 0.15, 0.2)]
 
 
-def test_steps_without_a_number_say_nothing() -> None:
+def test_steps_without_a_number_are_ignored() -> None:
     rule = Rule("plateau", "loss", "warn", patience=2)
     assert said(alerts_of(rule, [1.0, math.nan, 1.5, math.inf, 2.0])) == [(5, 2.0, 1.0)]
 
@@ -122,7 +120,7 @@ def test_ten_thousand_healthy_values_raise_no_alert() -> None:
     ],
     ids=lambda rule: rule.kind,
 )
-def test_a_watch_that_goes_on_anywhere_decides_as_one_that_was_never_stopped(
+def test_a_watch_that_is_restored_at_any_step_decides_as_an_uninterrupted_one(
     rule: Rule,
 ) -> None:
     values = [3.0 + math.sin(step / 3) + 0.5 * math.sin(step) for step in range(60)]
@@ -139,7 +137,7 @@ def test_a_watch_that_goes_on_anywhere_decides_as_one_that_was_never_stopped(
         assert second.state()["alerts"] == len(whole)
 
 
-def test_more_patience_lets_a_stopped_run_go_on() -> None:
+def test_a_larger_patience_lets_a_stopped_run_continue() -> None:
     before = Watch(Rule("early stop", "loss", "stop", patience=2))
     for step in (1, 2, 3):
         before.look(step, {"loss": 1.0})
@@ -165,7 +163,7 @@ def test_more_patience_lets_a_stopped_run_go_on() -> None:
         (Rule("collapse", "other", "stop", ratio=0.5, of="loss"), {"of": "neg"}),
     ],
 )
-def test_a_run_that_a_monitor_has_stopped_goes_on_by_a_bound_that_its_values_are_within(
+def test_a_run_that_a_monitor_stopped_continues_with_a_bound_that_its_values_meet(
     before: Rule, changes: dict[str, Any]
 ) -> None:
     first = Watch(before)
@@ -204,7 +202,9 @@ def lasting_of(**training: Any) -> Lasting:
 
 
 @pytest.mark.capability("G-91")
-def test_an_alert_is_an_event_of_rank_0_and_a_wish_of_all(synthetic: ModuleType) -> None:
+def test_an_alert_is_an_event_of_rank_0_and_a_request_of_all_ranks(
+    synthetic: ModuleType,
+) -> None:
     monitors = [
         {"type": "plateau", "metric": "loss", "patience": 1, "policy": "save"},
         {"type": "divergence", "metric": "grad_norm", "limit": 5, "window": 1},
@@ -229,7 +229,7 @@ def test_an_alert_is_an_event_of_rank_0_and_a_wish_of_all(synthetic: ModuleType)
     assert last["message"] == "grad_norm is 6, above 5"
 
 
-def test_an_alert_that_the_first_process_did_not_live_to_write_down_is_said_by_the_next(
+def test_an_alert_that_the_first_process_could_not_write_is_reported_by_the_next(
     synthetic: ModuleType,
 ) -> None:
     """It is raised on every rank, and rank 0 is killed before its own is written."""
@@ -263,7 +263,7 @@ def test_an_alert_that_the_first_process_did_not_live_to_write_down_is_said_by_t
     assert said_at == [(1, "collapse"), (2, "plateau"), (3, "divergence"), (3, "collapse")]
 
 
-def test_an_early_stop_follows_an_evaluation_and_goes_on_in_another_process(
+def test_an_early_stop_follows_an_evaluation_and_continues_in_another_process(
     synthetic: ModuleType,
 ) -> None:
     early = {"metric": "held/accuracy", "mode": "max", "patience": 2}
@@ -303,7 +303,7 @@ def test_the_longest_state_of_monitors_fits_into_a_checkpoint(
 
 
 @pytest.mark.acceptance("input-G-85")
-def test_a_metric_that_no_one_measures_is_refused() -> None:
+def test_a_metric_that_is_never_measured_is_refused() -> None:
     training = Training.model_validate(
         {
             **TRAINING,

@@ -45,7 +45,7 @@ def test_a_frozen_parameter_is_not_updated_and_has_no_moments() -> None:
 
 @pytest.mark.acceptance("number-G-75")
 @pytest.mark.capability("A-10", "A-45", "T-54")
-def test_updates_are_torchs_own() -> None:
+def test_updates_equal_those_of_torch() -> None:
     model, other = Small(), Small()
     ours = build_adamw(
         model, Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0})
@@ -69,7 +69,7 @@ def test_the_learning_rate_is_set_for_every_group() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
 
 
-def test_a_shard_is_updated_to_the_bits_of_the_whole(third_of_three: DeviceMesh) -> None:
+def test_a_shard_is_updated_bit_equal_to_the_whole(third_of_three: DeviceMesh) -> None:
     torch.manual_seed(0)
     # Rows of 77 elements, so that hardly any shard begins where a line does; the last rank has fewer rows, or
     # none.

@@ -30,7 +30,7 @@ def held(average: Average) -> list[float]:
     return found
 
 
-def test_the_first_update_is_copied_and_each_further_one_is_mixed_in() -> None:
+def test_the_first_update_is_copied_and_later_ones_are_averaged() -> None:
     module, average = make([0.0, 0.0], decay=0.75)
     assert held(average) == [0.0, 0.0] and average.values() == {"updates": 0}
     for values in ([4.0, 8.0], [8.0, 0.0], [0.0, 4.0]):
@@ -41,13 +41,13 @@ def test_the_first_update_is_copied_and_each_further_one_is_mixed_in() -> None:
     assert average.values() == {"updates": 3}
 
 
-def test_a_warm_up_begins_with_smaller_shares() -> None:
+def test_a_warm_up_starts_with_smaller_decay() -> None:
     _, average = make([1.0], decay=0.9, warmup=True)
     shares = [average.decay_after(n) for n in (0, 1, 2, 80, 81, 82)]
     assert shares == [0.0, 2 / 11, 3 / 12, 0.9, 0.9, 0.9]
 
 
-def test_weights_in_bf16_have_an_average_that_still_moves() -> None:
+def test_bf16_weights_have_an_average_that_still_changes() -> None:
     module, average = make([1.0], dtype=torch.bfloat16, decay=0.999)
     average.update()
     put(module, [2.0])
@@ -56,7 +56,7 @@ def test_weights_in_bf16_have_an_average_that_still_moves() -> None:
     assert held(average) == pytest.approx([1.001], abs=1e-7)
 
 
-def test_the_average_takes_the_place_of_the_weights_and_gives_it_back() -> None:
+def test_the_average_temporarily_replaces_the_weights() -> None:
     module, average = make([1.0], decay=0.5)
     before = module.weight.detach()
     with average.in_place():
@@ -74,14 +74,14 @@ def test_the_average_takes_the_place_of_the_weights_and_gives_it_back() -> None:
     )
 
 
-def test_what_is_not_trained_is_not_averaged() -> None:
+def test_frozen_parameters_are_not_averaged() -> None:
     module = nn.Linear(2, 2)
     module.bias.requires_grad_(False)
     average = Average({"head": module}, Ema.model_validate({"decay": 0.5}))
     assert list(average.tensors()) == ["head.weight"]
 
 
-def test_a_restored_average_goes_on_with_its_number_of_updates() -> None:
+def test_a_restored_average_continues_with_its_number_of_updates() -> None:
     module, average = make([1.0], decay=0.5)
     average.update()
     other_module, other = make([5.0], decay=0.5)
@@ -97,7 +97,7 @@ def test_a_restored_average_goes_on_with_its_number_of_updates() -> None:
     assert held(other) == [2.0]
 
 
-def test_a_part_of_a_sharded_weight_has_the_bits_of_the_whole(
+def test_a_part_of_a_sharded_weight_is_bit_equal_to_the_whole(
     third_of_three: DeviceMesh,
 ) -> None:
     generator = torch.Generator().manual_seed(0)

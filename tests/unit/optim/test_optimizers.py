@@ -40,11 +40,11 @@ def weights_after(
     return found
 
 
-def test_each_name_that_the_file_may_have_is_registered() -> None:
+def test_each_optimizer_type_of_the_manifest_is_registered() -> None:
     assert set(choices_of(fields_of(Optimizer)["type"])) == set(OPTIMIZERS)
 
 
-def test_lion_moves_by_the_sign_of_a_mean() -> None:
+def test_lion_updates_by_the_sign_of_a_mean() -> None:
     # m = 0: sign(0.1 g) = sign(g); m becomes 0.01 g = (0.02, -0.01, 0).
     # Then sign(0.9 m + 0.1 g) = sign(0.018 - 0.01, -0.009 + 0.02, 0) = (1, 1, 0).
     found = weights_after(
@@ -53,7 +53,7 @@ def test_lion_moves_by_the_sign_of_a_mean() -> None:
     assert found == [pytest.approx([0.9, 1.1, 1]), pytest.approx([0.8, 1.0, 1])]
 
 
-def test_sgd_adds_up_gradients_that_fade() -> None:
+def test_sgd_sums_decaying_gradients() -> None:
     # m = 2, then 0.5 * 2 + 1 = 2; with Nesterov g + 0.5 m: 2 + 1 = 3, then 1 + 1 = 2.
     plain = weights_after([[2], [1]], [1], type="sgd", momentum=0.5)
     ahead = weights_after([[2], [1]], [1], type="sgd", momentum=0.5, nesterov=True)
@@ -64,7 +64,7 @@ def test_sgd_adds_up_gradients_that_fade() -> None:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "lion", "sgd"])
-def test_a_decay_shrinks_the_weight_before_the_update_and_is_not_in_the_gradient(
+def test_weight_decay_is_applied_before_the_update_and_not_to_the_gradient(
     kind: str,
 ) -> None:
     group = {"parameters": ["0"], "weightDecay": 0.5}
@@ -74,7 +74,7 @@ def test_a_decay_shrinks_the_weight_before_the_update_and_is_not_in_the_gradient
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_sgd_is_torchs_own(nesterov: bool) -> None:
+def test_sgd_equals_torch(nesterov: bool) -> None:
     model, other = Small(), Small()
     ours = build_optimizer(model, settings(type="sgd", nesterov=nesterov))
     theirs = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9, nesterov=nesterov)
@@ -84,7 +84,7 @@ def test_sgd_is_torchs_own(nesterov: bool) -> None:
         torch.testing.assert_close(mine, their, rtol=1e-6, atol=1e-7)
 
 
-def test_adafactor_divides_by_the_roots_of_a_rows_and_a_columns_mean() -> None:
+def test_adafactor_divides_by_the_roots_of_row_and_column_means() -> None:
     model = nn.ParameterList([torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64)])
     optimizer = build_optimizer(model, settings(type="adafactor"))
     model[0].grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
@@ -114,7 +114,7 @@ def polynomial_of_singular_values(values: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.capability("T-X8")
-def test_muon_makes_the_singular_values_of_a_matrix_alike() -> None:
+def test_muon_equalises_the_singular_values_of_a_matrix() -> None:
     torch.manual_seed(0)
     left, _ = torch.linalg.qr(torch.randn(6, 6))
     right, _ = torch.linalg.qr(torch.randn(4, 4))
@@ -133,7 +133,7 @@ def test_muon_makes_the_singular_values_of_a_matrix_alike() -> None:
     ).abs().max() < 1e-6
 
 
-def test_muon_leaves_tables_and_vectors_to_adamw() -> None:
+def test_muon_leaves_embeddings_and_vectors_to_adamw() -> None:
     model = Small()
     optimizer = build_optimizer(model, settings(type="muon", betas=[0.8, 0.9]))
     slots = {name: set(optimizer.state[one]) for name, one in model.named_parameters()}
@@ -144,7 +144,7 @@ def test_muon_leaves_tables_and_vectors_to_adamw() -> None:
     assert theirs == {(0.8, 0.9)}
 
 
-def test_a_head_that_shares_its_weight_with_the_table_is_a_table() -> None:
+def test_a_tied_head_counts_as_an_embedding() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -166,7 +166,7 @@ def test_a_head_that_shares_its_weight_with_the_table_is_a_table() -> None:
     ids=str,
 )
 @given(data=st.data())
-def test_any_cut_gives_the_bits_of_the_whole(
+def test_any_split_is_bit_equal_to_the_whole(
     dtype: torch.dtype, values: dict[str, Any], data: st.DataObject
 ) -> None:
     total = data.draw(st.integers(1, 200))
@@ -187,7 +187,7 @@ def test_any_cut_gives_the_bits_of_the_whole(
 
 
 @pytest.mark.parametrize("kind", ["lion", "sgd"])
-def test_a_shard_is_updated_to_the_bits_of_the_whole(
+def test_a_shard_is_updated_bit_equal_to_the_whole(
     third_of_three: DeviceMesh, kind: str
 ) -> None:
     def part(tensor: torch.Tensor) -> torch.Tensor:
@@ -219,7 +219,7 @@ def test_a_shard_is_updated_to_the_bits_of_the_whole(
 
 @pytest.mark.acceptance("number-G-75")
 @pytest.mark.capability("G-75")
-def test_a_group_has_a_rate_and_a_decay_of_its_own() -> None:
+def test_a_group_has_its_own_rate_and_decay() -> None:
     model = Small()
     groups = [
         {"parameters": ["embedding.*"], "weightDecay": 0},
@@ -242,7 +242,7 @@ def test_a_group_has_a_rate_and_a_decay_of_its_own() -> None:
     }
 
 
-def test_a_pattern_that_names_nothing_is_refused_with_the_name_that_is_near() -> None:
+def test_a_pattern_without_a_match_is_refused_with_the_nearest_name() -> None:
     groups = [
         {"parameters": ["*.bias"], "weightDecay": 0.5},
         {"parameters": ["*", "embeding.weight"], "weightDecay": 0},
@@ -257,7 +257,7 @@ def test_a_pattern_that_names_nothing_is_refused_with_the_name_that_is_near() ->
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_the_state_is_there_before_the_first_step_and_stays_in_its_place(kind: str) -> None:
+def test_the_state_exists_before_the_first_step_and_keeps_its_memory(kind: str) -> None:
     model = Small()
     optimizer = build_optimizer(model, settings(type=kind))
     state = OptimizerState(optimizer, dict(model.named_parameters()))
@@ -275,7 +275,7 @@ def test_the_state_is_there_before_the_first_step_and_stays_in_its_place(kind: s
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_a_state_that_was_copied_goes_on_to_the_same_bits(kind: str) -> None:
+def test_a_copied_state_continues_bit_equal(kind: str) -> None:
     model, other = Small(), Small()
     optimizer = build_optimizer(model, settings(type=kind))
     train(model, optimizer, 3)
@@ -295,7 +295,7 @@ def test_a_state_that_was_copied_goes_on_to_the_same_bits(kind: str) -> None:
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_keeps_its_momentum_in_bf16_with_nesterov_alone(nesterov: bool) -> None:
+def test_muon_has_bf16_momentum_only_with_nesterov(nesterov: bool) -> None:
     """The manifest refuses the other, in which torch makes its update in the place of the momentum."""
     model = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
     optimizer = build_optimizer(model, settings(type="muon", nesterov=nesterov))

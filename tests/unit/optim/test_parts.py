@@ -55,7 +55,7 @@ def update_whole(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(st.data())
-def test_any_cut_gives_the_bits_of_the_whole(
+def test_any_split_is_bit_equal_to_the_whole(
     dtype: torch.dtype, data: st.DataObject
 ) -> None:
     total = data.draw(st.integers(1, 300))
@@ -65,14 +65,14 @@ def test_any_cut_gives_the_bits_of_the_whole(
     assert all(map(torch.equal, update(tensors, [0, *sorted(cuts), total]), whole))
 
 
-def test_a_large_tensor_in_lines_of_a_matrix_gives_the_bits_of_the_whole() -> None:
+def test_a_large_tensor_split_into_matrix_rows_is_bit_equal_to_the_whole() -> None:
     total = 777 * 130
     tensors = make(total, torch.float32, 0)
     whole = update_whole(tensors)
     assert all(map(torch.equal, update(tensors, list(range(0, total + 1, 777))), whole))
 
 
-def test_only_lines_that_others_hold_a_part_of_are_copied() -> None:
+def test_only_lines_shared_with_other_ranks_are_copied() -> None:
     weights = torch.zeros(100)
     part = TensorPart(weights, weights, weights, weights, begin=10, total=1000)
     assert plan_lines(part) == [(0, 6, 0, 16), (6, 86, 16, 96), (86, 100, 96, 112)]

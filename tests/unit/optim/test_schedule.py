@@ -81,7 +81,7 @@ def test_rates_at_listed_steps(settings: dict[str, Any], points: dict[int, float
     ],
     ids=lambda value: value.get("decayShape", ""),
 )
-def test_the_final_decay_has_the_shape_that_is_named(
+def test_the_final_decay_has_the_configured_shape(
     settings: dict[str, Any], points: dict[int, float]
 ) -> None:
     rate = schedule(type="wsd", decay=40, **settings)
@@ -149,7 +149,7 @@ def test_a_tail_of_two_pieces_has_the_published_points() -> None:
 
 @pytest.mark.acceptance("number-T-55")
 @pytest.mark.capability("T-8", "T-55")
-def test_pieces_make_two_decays_with_a_hold_between_and_a_cosine_that_is_warmed_again() -> (
+def test_pieces_can_describe_two_decays_with_a_hold_and_a_cosine_with_a_second_warm_up() -> (
     None
 ):
     twice = [
@@ -182,7 +182,7 @@ def test_pieces_make_two_decays_with_a_hold_between_and_a_cosine_that_is_warmed_
 
 
 @pytest.mark.acceptance("number-T-55")
-def test_a_wsd_of_shares_has_the_published_points() -> None:
+def test_a_wsd_with_relative_lengths_has_the_published_points() -> None:
     # Theseus' wsd: from 1 % over 0.5 % of the steps, and over the last 1 % to 1 %.
     shares = {"warmup": "0.5%", "startRatio": "1%", "decay": "1%", "minimumRatio": "1%"}
     rate = schedule(1000, type="wsd", **shares)
@@ -191,40 +191,38 @@ def test_a_wsd_of_shares_has_the_published_points() -> None:
 
 
 @pytest.mark.acceptance("input-4e-15")
-def test_each_name_that_the_file_may_have_is_registered() -> None:
+def test_each_schedule_type_of_the_manifest_is_registered() -> None:
     assert set(choices_of(fields_of(Schedule)["type"])) == set(CURVES)
     assert set(choices_of(fields_of(Schedule)["decayShape"])) == set(SHAPES)
     assert set(choices_of(fields_of(Piece)["shape"])) == set(SHAPES)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_shape_begins_and_ends_where_it_is_said_to(shape: str) -> None:
+def test_a_shape_starts_and_ends_at_the_given_values(shape: str) -> None:
     assert SHAPES[shape](0.7, 0.3, 0.0) == 0.7
     assert SHAPES[shape](0.7, 0.3, 1.0) == pytest.approx(0.3, abs=1e-15)
 
 
-def test_a_decay_of_no_length_leaves_the_rate_where_it_is_also_behind_the_horizon() -> None:
+def test_without_a_decay_the_rate_is_constant_even_after_the_horizon() -> None:
     assert schedule(type="wsd", decay=0)(500) == 2.0
     assert schedule(type="cosine", warmup=100)(500) == 2.0
 
 
 @pytest.mark.parametrize("type_", ["wsd", "linear", "cosine"])
-def test_the_last_step_still_learns_and_no_rate_ever_rises_again(type_: str) -> None:
+def test_the_last_step_has_a_positive_rate_and_no_decayed_rate_rises(type_: str) -> None:
     rate = schedule(50, type=type_, warmup=5)
     rates = [rate(step) for step in range(1, 51)]
     assert rates[:5] == sorted(rates[:5]) and rates[4:] == sorted(rates[4:], reverse=True)
     assert max(rates) == 2.0 and rates[-1] > 0
 
 
-def test_one_step_and_a_warm_up_as_long_as_the_run_have_a_rate() -> None:
+def test_a_run_of_one_step_or_of_warm_up_only_has_a_rate() -> None:
     assert schedule(1, type="linear")(1) == 2.0
     assert schedule(4, type="cosine", warmup=4)(4) == 2.0
     assert schedule(4, type="wsd", warmup=4, decay=0)(2) == 1.0
 
 
-def test_an_override_keeps_the_shape_of_the_schedule_at_another_height_from_its_step_on() -> (
-    None
-):
+def test_an_override_scales_the_schedule_from_its_step_on() -> None:
     overrides = [
         StepOverride.model_validate({"fromStep": 30, "learningRate": 0.5}),
         StepOverride.model_validate({"fromStep": 40, "clipNorm": 2}),
@@ -237,7 +235,7 @@ def test_an_override_keeps_the_shape_of_the_schedule_at_another_height_from_its_
     assert heights == [1.0] * 29 + [0.5] * 60 + [2.0] * 11
 
 
-def test_the_last_change_that_has_begun_counts() -> None:
+def test_the_last_override_that_has_started_applies() -> None:
     changes = ((3, 0.3), (7, 0.7))
     assert [value_at(step, 0.0, changes) for step in (1, 2, 3, 6, 7, 99)] == [
         0.0,
