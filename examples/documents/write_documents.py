@@ -1,4 +1,5 @@
-"""Write objects of fields as documents of tagged text: what is drawn follows from seed, pass and content."""
+"""Write objects with fields as documents of tagged text. Random choices depend only on seed, pass and
+content."""
 
 import argparse
 import hashlib
@@ -10,23 +11,24 @@ from pathlib import Path
 from typing import Any
 
 MOST_ITEMS = 10
-"""Items of a list that are written, such as related molecules."""
+"""Maximum number of items of a list that are written, such as related molecules."""
 
 
 def spell(value: Any) -> str:
-    """A value as text: two decimals for a fraction, the values of an object one behind the other."""
+    """Return a value as text: fractions with two decimals, and the values of an object one after another."""
     if isinstance(value, dict):
         return " ".join(spell(one) for one in value.values() if not is_empty(one))
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a field says nothing; 0 and false say something."""
+    """Return whether a field contains no information; 0 and false are information."""
     return value is None or value in ("", [], {})
 
 
 def computed(row: dict[str, Any], draw: random.Random, first: str) -> Iterator[str]:
-    """One document: a tag around each value; half the time ``first`` comes first, the rest is shuffled."""
+    """Yield one document with a tag around each value. In half of the cases ``first`` comes first; the rest
+    is shuffled."""
     fields = [
         f"[{key.upper()}]{spell(item)}[/{key.upper()}]"
         for key, value in row.items()
@@ -41,13 +43,14 @@ def computed(row: dict[str, Any], draw: random.Random, first: str) -> Iterator[s
 
 
 def assay(row: dict[str, Any], draw: random.Random, longest: int) -> Iterator[str]:
-    """Documents of at most ``longest`` characters: the description and the values that fit behind it."""
+    """Yield documents of at most ``longest`` characters: the description, and the values that fit after
+    it."""
     head = f"[ASSAY]{spell(row['description'])}[/ASSAY]"
     values = [f"[VALUE]{spell(one)}[/VALUE]" for one in row["values"] if not is_empty(one)]
     draw.shuffle(values)
     text = head
     for value in values:
-        # Each document has the description: without it a value says nothing.
+        # Repeat the description in each document, because a value has no meaning without it.
         if text != head and len(text) + len(value) > longest:
             yield text
             text = head
@@ -58,11 +61,11 @@ def assay(row: dict[str, Any], draw: random.Random, longest: int) -> Iterator[st
 def documents(
     lines: Sequence[str], kind: str, *, seed: int, passes: int, first: str, longest: int
 ) -> Iterator[str]:
-    """The documents of all lines, ``passes`` times, each time drawn anew."""
+    """Yield the documents of all lines, ``passes`` times, with new random choices each time."""
     for number in range(passes):
         for line in filter(str.strip, lines):
             row = json.loads(line)
-            # Some files hold each object in a string.
+            # In some files, each object is a string that contains JSON.
             row = json.loads(row) if isinstance(row, str) else row
             content = json.dumps([seed, number, row], sort_keys=True)
             draw = random.Random(hashlib.sha256(content.encode()).digest())
@@ -78,7 +81,7 @@ def documents(
 
 TYPES = ("computed", "assay")
 WRONG_INPUT = 64
-"""Exit code for a word that this program does not know: the one that `evergrad` ends with, too."""
+"""Exit code for an unknown argument, the same as that of `evergrad`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

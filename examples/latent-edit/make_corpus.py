@@ -1,4 +1,5 @@
-"""Write a corpus of generated windows and edits, with its manifest: no download, and no genome of anybody."""
+"""Write a corpus of generated windows and edits, with its manifest: no download, and no data of any
+person."""
 
 import argparse
 import hashlib
@@ -10,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 LENGTH = 96
-"""Bases of a window."""
+"""Bases in a window."""
 WINDOWS = {"chr1": 120, "chr2": 24}
-"""Windows of each chromosome; the second one is the split ``test``."""
+"""Number of windows of each chromosome; the second chromosome is the split ``test``."""
 SPLITS = {"chr1": "train", "chr2": "test"}
 MOTIF = "TATAAT"
 Row = dict[str, Any]
 
 
 def genome(chromosome: str) -> str:
-    """Bases that follow one another with preferences, and a motif here and there."""
+    """Return bases that follow one another with different probabilities, and contain a motif in some
+    places."""
     draw = random.Random(chromosome)
     following = {"A": "AATG", "C": "CCGT", "G": "GCCA", "T": "TTAC"}
     bases = ["A"]
@@ -31,7 +33,7 @@ def genome(chromosome: str) -> str:
 
 
 def windows(chromosome: str, text: str) -> Iterator[Row]:
-    """One row a window, with its place."""
+    """Yield one row per window, with its position."""
     for number in range(WINDOWS[chromosome]):
         start = number * LENGTH
         yield {
@@ -44,7 +46,7 @@ def windows(chromosome: str, text: str) -> Iterator[Row]:
 
 
 def variants(chromosome: str, text: str, *, every: int, **columns: Any) -> Iterator[Row]:
-    """Substitutions, one in every so many bases, by rows of a table. Positions count from 1."""
+    """Yield substitutions, one per ``every`` bases, as rows of a table. Positions start at 1."""
     draw = random.Random(f"{chromosome} {every}")
     for position in range(every // 2, len(text), every):
         others = [base for base in "ACGT" if base != text[position - 1]]
@@ -79,7 +81,7 @@ def main() -> None:
         help="default: %(default)s",
     )
     folder: Path = parser.parse_args().path
-    # Made anew whole: a file that was left there would not be in the manifest.
+    # Remove the old folder, because a file that is left there would not be in the manifest.
     shutil.rmtree(folder, ignore_errors=True)
     for chromosome, split in SPLITS.items():
         text = genome(chromosome)

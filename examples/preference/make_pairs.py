@@ -11,7 +11,8 @@ from pydoc_data.topics import topics
 
 
 def words() -> list[str]:
-    """Words of 2 to 12 small letters, each once, by a hash: in an order that carries no meaning."""
+    """Return each word of 2 to 12 lower-case letters once, sorted by a hash, so that the order has no
+    meaning."""
     found = {
         word for text in topics.values() for word in re.findall(r"\b[a-z]{2,12}\b", text)
     }
@@ -19,12 +20,12 @@ def words() -> list[str]:
 
 
 def answers(word: str) -> tuple[str, str]:
-    """The short answer and the long one."""
+    """Return the short answer and the long answer."""
     return str(len(word)), f"The word has {len(word)} letters."
 
 
 def rows(chosen: Sequence[str]) -> list[dict[str, str]]:
-    """One row a word, with both kinds of answers in turns."""
+    """Return one row per word, with the two kinds of answers in turn."""
     return [
         {"prompt": f"letters in {word}: ", "completion": answers(word)[at % 2]}
         for at, word in enumerate(chosen)
@@ -32,7 +33,7 @@ def rows(chosen: Sequence[str]) -> list[dict[str, str]]:
 
 
 def pairs(chosen: Sequence[str]) -> list[dict[str, str]]:
-    """One pair a word: the short answer is preferred."""
+    """Return one pair per word, in which the short answer is preferred."""
     return [
         {
             "prompt": f"letters in {word}: ",
@@ -44,7 +45,7 @@ def pairs(chosen: Sequence[str]) -> list[dict[str, str]]:
 
 
 def write(path: Path, made: Sequence[dict[str, str]]) -> None:
-    # Renamed into place, so that a reader never sees half of it.
+    # Write to another name and rename the file, so that a reader never sees an incomplete file.
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_text("".join(json.dumps(row) + "\n" for row in made), "utf-8")
     os.replace(unfinished, path)
@@ -62,7 +63,7 @@ def main() -> None:
     )
     folder: Path = parser.parse_args().folder
     found = words()
-    # Preferences about words that the first run has not seen.
+    # Use words that the first run has not seen.
     cut = 3 * len(found) // 4
     write(folder / "rows.jsonl", rows(found[:cut]))
     write(folder / "pairs.jsonl", pairs(found[cut:]))

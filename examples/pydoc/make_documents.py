@@ -1,4 +1,5 @@
-"""Write the documentation topics every Python carries as JSONL documents: real text without a download."""
+"""Write the documentation topics that every Python contains as JSONL documents: real text without a
+download."""
 
 import argparse
 import json
@@ -8,8 +9,8 @@ from pydoc_data.topics import topics
 
 
 def render_documents() -> str:
-    """One JSON object ``{"topic", "text"}`` a line, sorted by topic: the same bytes from the same Python
-    version."""
+    """Return one JSON object ``{"topic", "text"}`` per line, sorted by topic. The same Python version returns
+    the same bytes."""
     rows = (
         {"topic": topic, "text": text.strip()} for topic, text in sorted(topics.items())
     )
@@ -27,7 +28,7 @@ def main() -> None:
     )
     path: Path = parser.parse_args().path
     data = render_documents().encode()
-    # Renamed into place, so that a reader never sees half of it.
+    # Write to another name and rename the file, so that a reader never sees an incomplete file.
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_bytes(data)
     os.replace(unfinished, path)

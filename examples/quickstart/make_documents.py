@@ -1,7 +1,7 @@
-"""Writes documents.yaml: a ConfigMap with a small text to train on, the pages of this repository's own
+"""Writes documents.yaml: a ConfigMap with a small text to train on, the pages of this repository's
 documentation that people wrote.
 
-With ``--check`` nothing is written, and the exit code is 1 where the file is not what would be.
+With ``--check`` it writes nothing, and the exit code is 1 if the file is out of date.
 """
 
 import argparse
@@ -9,7 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-# kubectl apply keeps what it applied in an annotation, and an object's annotations have 262,144 bytes.
+# kubectl apply stores the applied object in an annotation, and an object's annotations are limited to 262,144
+# bytes.
 MOST_BYTES = 240_000
 LEFT_OUT = (
     "README.md",
@@ -39,7 +40,7 @@ ROOT = HERE.parents[1]
 
 
 def main() -> int:
-    """One JSON object a line, one line a page."""
+    """Write one JSON object per line, one line per page."""
     parser = argparse.ArgumentParser(
         description="Write documents.yaml from the pages of docs/."
     )
@@ -47,7 +48,7 @@ def main() -> int:
         "--check", action="store_true", help="only look whether the file is up to date"
     )
     is_check = parser.parse_args().check
-    # Those of people, without the ones that would make the file too large for kubectl apply.
+    # Use only pages that people wrote, without pages that would make the file too large for kubectl apply.
     left_out = {ROOT / "docs" / name for name in LEFT_OUT}
     pages = sorted(
         page for page in ROOT.glob("docs/**/*.md") if not left_out & {page, *page.parents}

@@ -1,6 +1,6 @@
-"""A loop with Accelerate that resumes from its newest whole state.
+"""A loop with Accelerate that resumes from its newest complete state.
 
-It knows nothing of Evergrad: any torchrun can start it.
+It does not depend on Evergrad: any torchrun can start it.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def make_data(num_samples: int) -> TensorDataset:
 
 
 def find_newest(folder: Path) -> Path | None:
-    """States appear by a rename, so that every one there is whole."""
+    """Return the newest state. States are created by a rename, so each existing state is complete."""
     states = sorted(
         folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-"))
     )
@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    # Without a GPU Accelerate must be told: otherwise each process takes itself for the only one.
+    # Without a GPU, tell Accelerate so; otherwise each process would train as the only one.
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))

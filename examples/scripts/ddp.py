@@ -1,7 +1,8 @@
-"""A plain DistributedDataParallel loop that resumes. It knows nothing of Evergrad: any torchrun can start it.
+"""A plain DistributedDataParallel loop that resumes. It does not depend on Evergrad: any torchrun can start
+it.
 
-The task is made up: a small network learns a fixed random linear map. Sample ``i`` is a pure function of
-``i``, and step ``s`` takes samples ``s * batch`` … in order, however many ranks there are.
+The task is artificial: a small network learns a fixed random linear map. Sample ``i`` depends only on ``i``,
+and step ``s`` uses the samples ``s * batch`` … in order, for any number of ranks.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def make_samples(indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of these samples."""
+    """Return inputs and targets of these samples."""
     rows = [
         torch.randn(16, generator=torch.Generator().manual_seed(index)) for index in indices
     ]
@@ -26,7 +27,7 @@ def make_samples(indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def save(path: Path, state: dict[str, object]) -> None:
-    """Whole or not at all: written under another name, then renamed."""
+    """Write the file atomically: under another name, then rename it."""
     temporary = path.with_suffix(".tmp")
     torch.save(state, temporary)
     temporary.rename(path)
@@ -75,8 +76,8 @@ def main() -> None:
             rank::world_size
         ]
         inputs, targets = (one.to(device) for one in make_samples(indices))
-        # DDP averages over ranks; so that each sample counts the same, every rank divides by its share of the
-        # batch.
+        # DDP averages over ranks. Divide by this rank's share of the batch, so that each sample has the same
+        # weight.
         loss = (
             (parallel(inputs) - targets).square().mean(dim=1).sum()
             * world_size

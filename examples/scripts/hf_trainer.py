@@ -1,6 +1,6 @@
 """transformers' Trainer, resumed from its last checkpoint.
 
-It knows nothing of Evergrad: any torchrun can start it.
+It does not depend on Evergrad: any torchrun can start it.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from transformers import (
 
 
 class CountingTexts(Dataset):
-    """Sequences that count upwards from somewhere; made from their index."""
+    """Sequences that count upwards from a start value, which depends only on the index."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
@@ -34,7 +34,7 @@ class CountingTexts(Dataset):
 
 
 class Progress(TrainerCallback):
-    """Prints each step, and makes it take at least so long."""
+    """Prints each step, and makes each step take at least ``step_seconds``."""
 
     def __init__(self, step_seconds: float) -> None:
         self.step_seconds = step_seconds
@@ -46,7 +46,7 @@ class Progress(TrainerCallback):
 
 
 def find_last_checkpoint(folder: Path) -> Path | None:
-    """The newest whole one: the Trainer writes its state last."""
+    """Return the newest complete checkpoint: the Trainer writes its state last."""
     whole = [
         path.parent
         for path in folder.glob("checkpoint-*/trainer_state.json")
@@ -93,7 +93,7 @@ def main() -> None:
         save_steps=arguments.save_every,
         save_total_limit=2,
         logging_steps=arguments.save_every,
-        # Without a GPU the Trainer must be told: otherwise each process takes itself for the only one.
+        # Without a GPU, tell the Trainer so; otherwise each process would train as the only one.
         use_cpu=not torch.cuda.is_available(),
         report_to=[],
         disable_tqdm=True,
@@ -104,8 +104,8 @@ def main() -> None:
         train_dataset=CountingTexts(4096),
         callbacks=[Progress(arguments.step_seconds)],
     )
-    # None on the first start; the Trainer's own choice (True) fails where there is no checkpoint, or half of
-    # one.
+    # None at the first start. The Trainer's own search (True) fails if there is no checkpoint or an
+    # incomplete one.
     last = find_last_checkpoint(arguments.output)
     trainer.train(resume_from_checkpoint=str(last) if last else None)
     if torch.distributed.is_initialized():

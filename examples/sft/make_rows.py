@@ -10,7 +10,8 @@ from pydoc_data.topics import topics
 
 
 def words() -> list[str]:
-    """Words of 2 to 12 small letters, each once, by a hash: in an order that carries no meaning."""
+    """Return each word of 2 to 12 lower-case letters once, sorted by a hash, so that the order has no
+    meaning."""
     found = {
         word for text in topics.values() for word in re.findall(r"\b[a-z]{2,12}\b", text)
     }
@@ -18,7 +19,7 @@ def words() -> list[str]:
 
 
 def rows() -> list[dict[str, object]]:
-    """One row a word, in turns a conversation and a prompt with its completion."""
+    """Return one row per word: in turn, a conversation, and a prompt with its completion."""
     made: list[dict[str, object]] = []
     for at, word in enumerate(words()):
         answer = str(len(word))
@@ -43,7 +44,7 @@ def main() -> None:
     )
     path: Path = parser.parse_args().path
     made = rows()
-    # Renamed into place, so that a reader never sees half of it.
+    # Write to another name and rename the file, so that a reader never sees an incomplete file.
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_text("".join(json.dumps(row) + "\n" for row in made), "utf-8")
     os.replace(unfinished, path)

@@ -1,4 +1,4 @@
-"""Write two kinds of text that every Python carries: documentation topics, and functions of its library."""
+"""Write two kinds of text that every Python contains: documentation topics, and functions of its library."""
 
 import argparse
 import ast
@@ -26,17 +26,17 @@ MODULES = (
     "tokenize",
     "zipfile",
 )
-"""Modules of one file each, or of a package's ``__init__``."""
+"""Modules that are one file each, or a package's ``__init__``."""
 
 
 def prose() -> Iterator[str]:
-    """The documentation topics, sorted."""
+    """Yield the documentation topics, sorted."""
     for _, text in sorted(topics.items()):
         yield text.strip()
 
 
 def code() -> Iterator[str]:
-    """Functions and classes of the library, file by file."""
+    """Yield functions and classes of the library, file by file."""
     library = Path(os.__file__).parent
     for name in MODULES:
         path = library / f"{name}.py"
@@ -62,7 +62,7 @@ def main() -> None:
     for name, texts in (("prose", prose()), ("code", code())):
         rows = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
         path = folder / f"{name}.jsonl"
-        # Renamed into place, so that a reader never sees half of it.
+        # Write to another name and rename the file, so that a reader never sees an incomplete file.
         unfinished = path.with_name(path.name + ".unfinished")
         unfinished.write_text("".join(rows), "utf-8")
         os.replace(unfinished, path)

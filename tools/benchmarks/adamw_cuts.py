@@ -86,7 +86,7 @@ def update(
 
 
 def main() -> None:
-    """Print a line a variant, number of threads and cut."""
+    """Print one line per variant, number of threads and cut."""
     torch.manual_seed(0)
     weights, gradients = (
         torch.randn(ELEMENTS),

@@ -1,9 +1,10 @@
-"""Texts and marks of published chat templates, next to transformers': python tools/benchmarks/chat_templates.py
+"""Compares texts and marks of published chat templates with transformers: python
+tools/benchmarks/chat_templates.py
 
-Fetches the templates that come with trl (pip, into a temporary folder; none of them is kept here) and renders
-eleven conversations with each, by Evergrad and by transformers. Where both make a text it has to be the same
-one, or the reason is shown. The turns that Evergrad marks in a stock template are compared with the ones
-that transformers marks in the form for training that trl has of it.
+Downloads the templates of trl (with pip, into a temporary folder; none is kept here), and renders eleven
+conversations with each of them, with Evergrad and with transformers. If both produce a text, the texts must
+be equal, or the reason is shown. The turns that Evergrad marks in a published template are compared with the
+turns that transformers marks in trl's training form of the template.
 """
 
 import argparse
@@ -132,7 +133,7 @@ CONVERSATIONS: Final[dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """What both made of a conversation. ``theirs`` and ``ours``: the text, or None where it was refused."""
+    """Both results for a conversation. ``theirs`` and ``ours``: the text, or None if it was refused."""
 
     template: str
     conversation: str
@@ -142,7 +143,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """In a few words."""
+        """Return the verdict in a few words."""
         if self.theirs is None:
             return "both refuse" if self.ours is None else "only evergrad renders"
         if self.ours is None:
@@ -151,7 +152,7 @@ class Result:
 
 
 def fetch(folder: Path) -> dict[str, str]:
-    """The templates of trl by their names."""
+    """Return the templates of trl by name."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     subprocess.run([*command, "--dest", str(folder), f"trl=={VERSION}"], check=True)
     (wheel,) = folder.glob("trl-*.whl")
@@ -164,7 +165,7 @@ def fetch(folder: Path) -> dict[str, str]:
 
 
 def build_tokenizer() -> Any:
-    """A byte-level tokenizer, which loses no character."""
+    """Return a byte-level tokenizer, which loses no character."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: place for place, letter in enumerate(alphabet)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -175,7 +176,7 @@ def build_tokenizer() -> Any:
 
 
 def plain(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages as transformers takes them."""
+    """Return the messages in the form that transformers accepts."""
     if "messages" in row:
         return list(row["messages"])
     roles = {"human": "user", "gpt": "assistant"}
@@ -186,7 +187,7 @@ def plain(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def compare(name: str, source: str, tokenizer: Any, date: str) -> Iterator[Result]:
-    """Each conversation by both."""
+    """Yield the result of each conversation in both libraries."""
     variables = tuple(sorted(_SPECIAL.items()))
     form = RowFormat(
         "messages", "prompt", "completion", 10**6, "refuse", source, variables, date=date
@@ -208,7 +209,7 @@ def compare(name: str, source: str, tokenizer: Any, date: str) -> Iterator[Resul
 
 
 def marked_by_training_form(source: str, row: dict[str, Any], tokenizer: Any) -> str | None:
-    """The text that transformers marks, with the form for training of a template."""
+    """Return the text that transformers marks, using the training form of a template."""
     try:
         found = tokenizer.apply_chat_template(
             plain(row),
@@ -224,7 +225,7 @@ def marked_by_training_form(source: str, row: dict[str, Any], tokenizer: Any) ->
 
 
 def main() -> None:
-    """Compare, print, and fail where a text differs."""
+    """Compare and print. Fails if a text differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--templates", type=Path, help="a folder of *.jinja in the place of trl's"
@@ -244,7 +245,7 @@ def main() -> None:
         files = sorted(arguments.templates.glob("*.jinja"))
         templates = {path.stem: path.read_text(encoding="utf-8") for path in files}
 
-    # transformers writes today's date; the manifest names it.
+    # transformers writes today's date, so pass the same date to Evergrad.
     tokenizer, date = build_tokenizer(), datetime.datetime.now().date().isoformat()
     results = [
         result
@@ -277,7 +278,7 @@ def main() -> None:
 
 
 def _difference(result: Result) -> str:
-    """Where two texts begin to differ; or what the text of Evergrad has that the other one lacks."""
+    """Return the place where two texts begin to differ, or the text that only Evergrad has."""
     if result.theirs is None:
         return "transformers refuses it"
     pairs = zip(result.theirs, result.ours or "", strict=False)
@@ -297,7 +298,7 @@ def _show_marks(templates: dict[str, str], results: list[Result], tokenizer: Any
         if expected is None:
             continue
         marked = [one.ours[span.start : span.end] for span in one.ours.spans]
-        # A turn without its beginning: the prompt for it has that, such as a header or <think>.
+        # The prompt for a turn contains its beginning, such as a header or <think>, so remove it.
         rest, is_within = "".join(expected.split()), True
         for turn in marked:
             before, found, rest = rest.partition("".join(turn.split()))

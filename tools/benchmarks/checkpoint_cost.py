@@ -1,9 +1,9 @@
 """Training time lost to an asynchronous checkpoint of a 50M-parameter run, as a share of the 60 s until the
 next one.
 
-Windows of some steps take turns: one begins with a save, one does not. A window lasts longer than the
-background write, so the difference of the two is everything a save costs: the blocking copy and the slower
-steps while it is written.
+Windows of some steps alternate: one begins with a save, the next does not. A window is longer than the
+background write, so the difference of the two is the whole cost of a save: the blocking copy, and slower
+steps during the write.
 """
 
 import argparse
@@ -36,7 +36,7 @@ WINDOW_SECONDS = 12.0
 
 
 class Windows:
-    """A run of the 50M model, some steps at a time."""
+    """A run of the 50M model, a few steps at a time."""
 
     def __init__(self, folder: Path) -> None:
         training = build_training(parameters="50M", shape=SMALL)
@@ -56,7 +56,7 @@ class Windows:
             training, self._machinery, opened.data.train, total_steps=100_000
         )
         self.blocking: list[float] = []
-        """Seconds that each save has kept training waiting."""
+        """Seconds for which each save has blocked training."""
         self.manager = CheckpointManager(
             folder / "checkpoints",
             membership=Membership(self._world),
@@ -67,7 +67,8 @@ class Windows:
         self._steps = iter(range(1, 100_000))
 
     def run(self, num_steps: int, *, save: bool) -> float:
-        """Seconds of so many steps, with a save after the first of them or without one."""
+        """Return the seconds of ``num_steps`` steps. If ``save`` is true, a save follows the first of
+        them."""
         begun = time.perf_counter()
         for index in range(num_steps):
             step = next(self._steps)
@@ -83,11 +84,11 @@ class Windows:
 
 
 def measure(*, rounds: int = 7) -> list[Row]:
-    """Median seconds lost a save, and their share of an interval."""
+    """Return the median seconds lost per save, and their share of an interval."""
     set_threads(2)
     with tempfile.TemporaryDirectory() as name:
         windows = Windows(Path(name))
-        # A window must outlast its save. The first save allocates the host copy, and does not count.
+        # A window must be longer than its save. The first save allocates the host copy, so it does not count.
         one = min(windows.run(1, save=False) for _ in range(3))
         length = max(4, round(WINDOW_SECONDS / one))
         windows.run(length, save=True)

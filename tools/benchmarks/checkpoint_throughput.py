@@ -1,8 +1,8 @@
-"""How long a checkpoint of a 50M-parameter training state (600 MB) stops training, and how fast it becomes
-durable.
+"""How long a checkpoint of a 50M-parameter training state (600 MB) blocks training, and when it is durable.
 
-Against torch.save + fsync and DCP's own FileSystemWriter, both of which stop training for the whole save. All
-three take turns in one process. What the background work costs the steps beside it: ``checkpoint_cost.py``.
+Compared with torch.save + fsync and with DCP's own FileSystemWriter, which both block training for the whole
+save. All three alternate in one process. For the cost of the background write to concurrent steps, see
+``checkpoint_cost.py``.
 """
 
 import argparse
@@ -30,7 +30,7 @@ State = dict[str, torch.Tensor]
 
 
 def build_state(*, hidden: int = 640, layers: int = 10) -> State:
-    """Weights and both moments of a Llama-like model, fp32: about 50M parameters, 600 MB."""
+    """Return weights and both moments of a Llama-like model in fp32: about 50M parameters, 600 MB."""
     shapes: dict[str, tuple[int, ...]] = {
         "embedding": (1024, hidden),
         "head": (1024, hidden),
@@ -53,7 +53,8 @@ def build_state(*, hidden: int = 640, layers: int = 10) -> State:
 
 
 def open_manager(directory: Path) -> CheckpointManager:
-    """Evergrad's manager in a world of one, with the default settings but one checkpoint kept."""
+    """Return Evergrad's manager in a world of one, with default settings except that one checkpoint is
+    kept."""
     world = World(
         generation=claim_generation(directory), rank=0, size=1, device=torch.device("cpu")
     )
@@ -71,7 +72,7 @@ def time_evergrad(
     state: State,
     step: int,
 ) -> tuple[float, float]:
-    """Seconds that training stands still for one save, and seconds until it is published."""
+    """Return the seconds for which one save blocks training, and the seconds until it is published."""
     blocking = manager.save(step, state, extra={})
     manager.wait()
     published = manager.published
@@ -81,7 +82,7 @@ def time_evergrad(
 
 
 def time_torch_save(state: State, folder: Path) -> float:
-    """Seconds of torch.save into a new file, with fsync."""
+    """Return the seconds of torch.save into a new file, with fsync."""
     begun = time.perf_counter()
     with (folder / "state.pt").open("wb") as file:
         torch.save(state, file)
@@ -93,7 +94,8 @@ def time_torch_save(state: State, folder: Path) -> float:
 
 
 def time_plain_dcp(state: State, folder: Path) -> float:
-    """Seconds of dcp.save with its own FileSystemWriter, which syncs its files, into a new directory."""
+    """Return the seconds of dcp.save into a new directory with its own FileSystemWriter, which syncs its
+    files."""
     begun = time.perf_counter()
     dcp.save(
         dict(state),
@@ -116,7 +118,7 @@ class Samples:
 
 
 def take_turns(state: State, folder: Path, rounds: int) -> tuple[Samples, float]:
-    """The samples of ``rounds`` turns of each, and the seconds that our first save took."""
+    """Return the samples of ``rounds`` turns of each, and the seconds of Evergrad's first save."""
     samples = Samples()
     manager = open_manager(folder / "run" / "checkpoints")
 
@@ -131,12 +133,13 @@ def take_turns(state: State, folder: Path, rounds: int) -> tuple[Samples, float]
         lambda number: samples.plain_dcp.append(time_plain_dcp(state, folder)),
     ]
 
-    # The first of ours allocates the host copy; the others' first ones warm up as well.
+    # Evergrad's first save allocates the host copy. The first saves of the others are warm-ups, too.
     first, _ = time_evergrad(manager, state, 1)
     time_torch_save(state, folder)
     time_plain_dcp(state, folder)
     for number in range(rounds):
-        # Each finds the disk's queue as the one before it has left it: all change places.
+        # Change the order in each round, because each writer finds the disk's queue as the previous one left
+        # it.
         for place in range(len(turns)):
             turns[(number + place) % len(turns)](number)
     manager.close()
@@ -144,7 +147,7 @@ def take_turns(state: State, folder: Path, rounds: int) -> tuple[Samples, float]
 
 
 def measure(*, rounds: int = 7) -> list[Row]:
-    """Medians over ``rounds`` turns of each; ratios are medians of the turns' ratios."""
+    """Return medians over ``rounds`` turns of each. Ratios are medians of the ratios per turn."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     state = build_state()
     with tempfile.TemporaryDirectory() as scratch:

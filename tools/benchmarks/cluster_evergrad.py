@@ -1,4 +1,5 @@
-"""Evergrad's operator as one side of the comparison, from the virtual environment, as the chart starts it."""
+"""Evergrad's operator as one side of the comparison, started from the virtual environment as the chart starts
+it."""
 
 import subprocess
 import sys
@@ -15,15 +16,15 @@ from bed.places import CONTROL_ADDRESS, REPOSITORY
 from bed.shell import run
 
 RUNS_PER_CLAIM = 25
-"""A team's volume.
+"""Number of runs that share a claim, as in a team.
 
-Every run adds an annotation to its claim, so one claim for a thousand runs would measure something else.
+Each run adds an annotation to its claim, so a single claim for 1,000 runs would distort the measurement.
 """
 _PORT = 8080
 
 
 class Evergrad:
-    """TrainingRuns of four nodes. Their coordinators' pods come on top, and are counted."""
+    """TrainingRuns with four nodes. The pods of their coordinators are additional, and are counted."""
 
     name = "evergrad"
     processes = ("evergrad",)
@@ -35,7 +36,7 @@ class Evergrad:
 
     @staticmethod
     def version() -> str:
-        """The commit whose operator runs."""
+        """Return the commit of the operator."""
         words = [
             "git",
             "-C",
@@ -49,15 +50,15 @@ class Evergrad:
 
     @staticmethod
     def build() -> None:
-        """Compile the virtual environment's modules, as the image has them: else a start compiles them each
-        time."""
+        """Compile the virtual environment's modules, as in the image; otherwise each start would compile
+        them."""
         subprocess.run(
             [sys.executable, "-m", "compileall", "-q", sysconfig.get_path("purelib")],
             check=False,
         )
 
     def prepare(self, *, runs: int) -> None:
-        """The CRD, claims bound by hand (kwok has no provisioner) and the operator."""
+        """Create the CRD, manually bound claims (kwok has no provisioner) and the operator."""
         api = self._plane.api
         crd = yaml.safe_load(
             (REPOSITORY / "crds/trainingrun.yaml").read_text(encoding="utf-8")
@@ -74,7 +75,7 @@ class Evergrad:
         self.start()
 
     def start(self) -> None:
-        """Start the operator; returns when it is ready."""
+        """Start the operator. Returns when it is ready."""
         words = [
             Path(sys.executable),
             "-m",
@@ -95,7 +96,7 @@ class Evergrad:
         self._plane.wait_ready(_PORT)
 
     def body(self, number: int) -> dict[str, Any]:
-        """The TrainingRun of this number."""
+        """Return the TrainingRun with this number."""
         return {
             "apiVersion": "evergrad.dev/v1alpha1",
             "kind": "TrainingRun",
@@ -126,8 +127,8 @@ class Evergrad:
 
     @staticmethod
     def run_of(labels: dict[str, str]) -> str | None:
-        """The run that a pod with these labels trains for; None for any other pod, coordinators'
-        among them."""
+        """Return the run that a pod with these labels trains for, or None for any other pod, including
+        coordinators."""
         return (
             labels.get("evergrad.dev/run")
             if labels.get("evergrad.dev/role") == "node"
@@ -136,7 +137,7 @@ class Evergrad:
 
     @staticmethod
     def owns(verb: str, resource: str) -> bool:
-        """Whether only the operator writes this."""
+        """Return whether only the operator writes this."""
         children = ("configmaps", "services", "networkpolicies", "poddisruptionbudgets")
         is_pod = resource == "pods" and verb in ("POST", "DELETE")
         return (
@@ -147,8 +148,8 @@ class Evergrad:
         )
 
     def count_events(self) -> float:
-        """Events that the operator has posted, by its own count: the API server does not say
-        whose they are."""
+        """Return the operator's own count of posted events, because the API server does not record the
+        sender."""
         with urllib.request.urlopen(
             f"http://{CONTROL_ADDRESS}:{_PORT}/metrics", timeout=10
         ) as answer:

@@ -1,5 +1,5 @@
-"""Kubeflow Trainer and JobSet as one side of the comparison: pinned Go modules, their manifests, webhooks on,
-two managers."""
+"""Kubeflow Trainer and JobSet as one side of the comparison: pinned Go modules, their manifests, with
+webhooks and two managers."""
 
 import json
 import re
@@ -32,8 +32,7 @@ _KINDS = {
 
 
 class Kubeflow:
-    """TrainJobs of four nodes, by both managers as they are shipped, but for leader election,
-    which is off."""
+    """TrainJobs with four nodes, managed by both managers as released, except that leader election is off."""
 
     name = "kubeflow"
     processes = ("trainer", "jobset")
@@ -46,18 +45,18 @@ class Kubeflow:
 
     @staticmethod
     def version() -> str:
-        """The releases that are pinned, for instance ``Trainer v2.3.0, JobSet v0.12.0``."""
+        """Return the pinned releases, for example ``Trainer v2.3.0, JobSet v0.12.0``."""
         return ", ".join(f"{title} {pinned(name)}" for name, title in _TITLES.items())
 
     @staticmethod
     def build() -> None:
-        """Compile both managers where the cache does not have them. Raises BedError."""
+        """Compile both managers unless they are cached. Raises BedError."""
         for name in _PACKAGES:
             binary(name)
 
     def prepare(self, *, runs: int) -> None:
-        """CRDs, the certificate, both managers and their webhooks, and the shipped torch runtime for kwok's
-        nodes."""
+        """Create CRDs, the certificate, both managers and their webhooks, and the released torch runtime for
+        kwok's nodes."""
         self._folder.mkdir(parents=True, exist_ok=True)
         crds = list(_read("trainer", "manifests/base/crds")) + list(
             _read("jobset", "config/components/crd/bases")
@@ -80,7 +79,7 @@ class Kubeflow:
         )
 
     def start(self) -> None:
-        """Start both managers; returns when they are ready."""
+        """Start both managers. Returns when they are ready."""
         for name in self.processes:
             environment = {
                 "KUBECONFIG": str(self._plane.kubeconfig),
@@ -95,7 +94,7 @@ class Kubeflow:
             self._plane.wait_ready(_HEALTH_PORTS[name])
 
     def body(self, number: int) -> dict[str, Any]:
-        """The TrainJob of this number."""
+        """Return the TrainJob with this number."""
         return {
             "apiVersion": "trainer.kubeflow.org/v1alpha1",
             "kind": "TrainJob",
@@ -108,14 +107,14 @@ class Kubeflow:
 
     @staticmethod
     def run_of(labels: dict[str, str]) -> str | None:
-        """The run that a pod with these labels trains for; None for any other pod."""
+        """Return the run that a pod with these labels trains for, or None for any other pod."""
         return labels.get(_JOBSET_LABEL)
 
     @staticmethod
     def owns(verb: str, resource: str) -> bool:
-        """Whether only one of the two managers writes this. Pods are the Job controller's, in kcm.
+        """Return whether only one of the two managers writes this. The Job controller in kcm writes pods.
 
-        Trainer applies a ConfigMap for each TrainJob: the runtime as it was when the TrainJob came.
+        Trainer applies a ConfigMap for each TrainJob: the runtime at the time of the TrainJob's creation.
         """
         return resource.startswith(("jobsets", "trainjobs")) or (verb, resource) in (
             ("POST", "jobs"),
@@ -124,7 +123,7 @@ class Kubeflow:
         )
 
     def count_events(self) -> float:
-        """Neither manager posts events for runs that start; the Job controller's are counted with the rest of
+        """Return 0: neither manager posts events for runs that start. The Job controller's events count for
         kcm."""
         return 0.0
 
@@ -134,7 +133,8 @@ class Kubeflow:
         self._plane.api.create(_KINDS[document["kind"]], document)
 
     def _sign(self) -> None:
-        """The webhooks' certificate, by the bed's authority, where both managers look for it."""
+        """Write the webhooks' certificate, signed by the bed's authority, to the path that both managers
+        read."""
         keys, folder = self._plane.keys, self._folder / "k8s-webhook-server/serving-certs"
         folder.mkdir(parents=True, exist_ok=True)
         words: list[object] = [
@@ -158,8 +158,8 @@ class Kubeflow:
         self._certificates = folder
 
     def _configure(self) -> None:
-        """The shipped configurations with what the bed does otherwise: certificates, addresses, no leader
-        election."""
+        """Write the released configurations with the bed's differences: certificates, addresses, and no
+        leader election."""
         (trainer,) = _read(
             "trainer", "manifests/base/manager/controller_manager_config.yaml"
         )
@@ -179,8 +179,8 @@ class Kubeflow:
             (self._folder / f"{name}.yaml").write_text(json.dumps(content))
 
     def _webhooks(self) -> Iterator[dict[str, Any]]:
-        """All webhooks as shipped, by URL; those for pods hear of a JobSet's pods only, as JobSet's own patch
-        says."""
+        """Yield all released webhooks with URLs. Webhooks for pods receive only pods of JobSets, as in
+        JobSet's own patch."""
         authority = self._plane.authority
         for name, place in (
             ("trainer", "manifests/base/webhook/manifests.yaml"),
@@ -202,7 +202,7 @@ class Kubeflow:
 
 
 def binary(name: str) -> Path:
-    """The path of `trainer` or `jobset`; built first where the cache does not have it. Raises BedError."""
+    """Return the path of `trainer` or `jobset`; build it unless it is cached. Raises BedError."""
     for known, package in _PACKAGES.items():
         toolbox.TOOLS.setdefault(
             known, toolbox.Tool({known: package}, minutes="1 to 3 minutes", sources=SOURCES)
@@ -211,7 +211,7 @@ def binary(name: str) -> Path:
 
 
 def pinned(name: str) -> str:
-    """The version of `trainer` or `jobset` that its go.mod requires. Raises LookupError where it requires
+    """Return the version of `trainer` or `jobset` that its go.mod requires. Raises LookupError if it requires
     none."""
     text = (SOURCES / name / "go.mod").read_text(encoding="utf-8")
     found = re.search(rf"^\s*{re.escape(MODULES[name])} (v\S+)", text, re.MULTILINE)
@@ -221,7 +221,7 @@ def pinned(name: str) -> str:
 
 
 def _read(name: str, place: str) -> Iterator[dict[str, Any]]:
-    """The YAML documents of a file, or of all files of a folder, of one of the two modules."""
+    """Yield the YAML documents of a file, or of all files in a folder, of one of the two modules."""
     words = ["go", "list", "-mod=readonly", "-m", "-f", "{{.Dir}}", MODULES[name]]
     target = Path(run(words, directory=SOURCES / name).strip()) / place
     for file in sorted(target.glob("*.yaml")) if target.is_dir() else [target]:

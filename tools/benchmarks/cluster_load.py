@@ -1,4 +1,4 @@
-"""Posts runs at a rate and watches, in another process, when their pods are there."""
+"""Posts runs at a fixed rate, and records in another process when their pods exist."""
 
 import http.client
 import json
@@ -19,13 +19,13 @@ RunOf = Callable[[dict[str, str]], str | None]
 
 
 class LoadError(Exception):
-    """The load did not come to its end; the message says what is missing."""
+    """The load was not completed; the message says what is missing."""
 
 
 @dataclass
 class Seen:
-    """When each pod of each run was seen first, and first Running: seconds of the machine's
-    monotonic clock."""
+    """Times at which each pod of each run was first seen, and first seen Running: monotonic clock, in
+    seconds."""
 
     created: dict[str, dict[str, float]] = field(default_factory=dict)
     running: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Seen:
         run_of: RunOf,
         at: float,
     ) -> None:
-        """One event of a watch."""
+        """Process one event of a watch."""
         name, run = pod["metadata"]["name"], run_of(pod["metadata"].get("labels") or {})
         self.deleted += kind == "DELETED"
         if run is None:
@@ -51,7 +51,7 @@ class Seen:
             self.running.setdefault(run, {}).setdefault(name, at)
 
     def whole(self, times: dict[str, dict[str, float]]) -> dict[str, float]:
-        """The moment at which a run had all its pods, for those that have."""
+        """Return the time at which each run had all its pods, for runs that had them."""
         return {
             run: sorted(pods.values())[NODES - 1]
             for run, pods in times.items()
@@ -60,12 +60,12 @@ class Seen:
 
     @property
     def extra(self) -> int:
-        """Pods of nodes beyond four a run."""
+        """Return the number of node pods in excess of four per run."""
         return sum(max(0, len(pods) - NODES) for pods in self.created.values())
 
 
 class Watcher:
-    """Watches the pods of a namespace in a process of its own, from before ``start`` returns until
+    """Watches the pods of a namespace in a separate process, from before ``start`` returns until
     ``finish``."""
 
     def __init__(self, kubeconfig: Path, path: str, run_of: RunOf) -> None:
@@ -81,9 +81,9 @@ class Watcher:
             raise LoadError("The watch of the pods did not begin.")
 
     def wait(self, runs: int, *, seconds: float) -> None:
-        """Until so many runs have all their pods Running.
+        """Wait until ``runs`` runs have all their pods Running.
 
-        Raises LoadError after ``seconds``, or when the watch broke.
+        Raises LoadError after ``seconds``, or if the watch breaks.
         """
         deadline = time.monotonic() + seconds
         while self._ready.value < runs:
@@ -96,7 +96,7 @@ class Watcher:
             time.sleep(0.1)
 
     def finish(self) -> Seen:
-        """Everything that was seen. The process has ended."""
+        """Return everything that was seen, after the process has ended."""
         try:
             self._here.send("finish")
             if not self._here.poll(60):
@@ -107,7 +107,7 @@ class Watcher:
             self.close()
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self._process.kill()
         self._process.join()
         self._here.close()
@@ -151,11 +151,10 @@ def _watch(
 
 
 class _Api(Api):
-    """The bed's client with what a load needs: one connection for many requests, and a watch that ends when
-    it breaks."""
+    """The bed's client with one connection for many requests, and a watch that ends when it breaks."""
 
     def events(self, path: str, version: str) -> Any:
-        """Lines of a watch, which has begun when this returns."""
+        """Return the lines of a watch, which has begun when this returns."""
         connection = self._connection(3600)
         query = f"watch=1&resourceVersion={version}&timeoutSeconds=3600"
         connection.request("GET", f"{path}?{query}", headers=self._headers)
@@ -165,7 +164,7 @@ class _Api(Api):
         return iter(answer.readline, b"")
 
     def open(self) -> http.client.HTTPSConnection:
-        """A connection that stays."""
+        """Return a persistent connection."""
         connection = self._connection(60)
         connection.connect()
         return connection
@@ -176,7 +175,7 @@ class _Api(Api):
         path: str,
         body: bytes,
     ) -> None:
-        """One object. Raises LoadError for what is refused."""
+        """Post one object. Raises LoadError if it is refused."""
         connection.request(
             "POST",
             path,
@@ -193,7 +192,7 @@ class _Api(Api):
 
 @dataclass
 class Posted:
-    """When each run was sent, and how long its POST took, in seconds."""
+    """Times at which each run was sent, and durations of the POSTs, in seconds."""
 
     at: dict[str, float] = field(default_factory=dict)
     took: list[float] = field(default_factory=list)
@@ -202,9 +201,9 @@ class Posted:
 def post(
     kubeconfig: Path, path: str, bodies: Sequence[dict[str, Any]], *, rate: float
 ) -> Posted:
-    """Send all at ``rate`` a second from 16 threads, each on a connection of its own.
+    """Post all objects at ``rate`` per second from 16 threads, each with its own connection.
 
-    Raises LoadError for a refused one.
+    Raises LoadError if one is refused.
     """
     api = _Api(kubeconfig)
     encoded = [(body["metadata"]["name"], json.dumps(body).encode()) for body in bodies]
@@ -246,6 +245,6 @@ def post(
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least ``share`` of the values do not exceed."""
+    """Return the smallest value that at least ``share`` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)]

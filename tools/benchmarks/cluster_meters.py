@@ -1,6 +1,6 @@
-"""What the API server counted, by who asked for it.
+"""Counts of the API server, by sender of the requests.
 
-Reads its own metrics: no audit log slows anything down.
+Reads the API server's own metrics, so that no audit log slows anything down.
 """
 
 import re
@@ -18,14 +18,15 @@ Requests = Counter[Request]
 
 
 def read_writes(api: Api) -> Requests:
-    """Writes since the API server began: (verb, resource or resource/subresource, HTTP code)."""
+    """Return writes since the start of the API server: (verb, resource or resource/subresource, HTTP
+    code)."""
     return parse_writes(api.request("GET", "/metrics", timeout=60))
 
 
 def parse_writes(text: str) -> Requests:
-    """Writes in Prometheus text.
+    """Parse writes from Prometheus text.
 
-    Left out is what goes on without runs: leases, nodes, tokens and reviews of rights.
+    Omits writes that also happen without runs: leases, nodes, tokens and reviews of rights.
     """
     found: Requests = Counter()
     for labels_text, value in _LINE.findall(text):
@@ -45,7 +46,7 @@ def parse_writes(text: str) -> Requests:
 
 
 def describe(writes: Mapping[Request, int], runs: int) -> dict[str, float]:
-    """Writes a run, by verb and resource, refused ones (codes of 400 and more) by themselves."""
+    """Return writes per run by verb and resource; refused writes (codes of 400 and more) are separate."""
     found: Counter[str] = Counter()
     for (verb, resource, code), count in writes.items():
         found[f"{verb} {resource}{f' ({code})' if code >= '400' else ''}"] += count
@@ -55,7 +56,8 @@ def describe(writes: Mapping[Request, int], runs: int) -> dict[str, float]:
 def by_writer(
     writes: Mapping[Request, int], owns: Callable[[str, str], bool], *, events: float
 ) -> dict[str, float]:
-    """Writes by who made them. ``owns``: what operators alone write; ``events``: those that they posted."""
+    """Return writes by sender. ``owns``: writes that only operators make. ``events``: events that they
+    posted."""
     found: Counter[str] = Counter()
     for (verb, resource, _), count in writes.items():
         found[_find_writer(verb, resource, owns)] += count

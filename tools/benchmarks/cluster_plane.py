@@ -1,5 +1,4 @@
-"""A fresh control plane of the bed with made-up nodes, and what one asks of it: daemons, their CPU and
-memory, readiness."""
+"""A new control plane of the bed with simulated nodes: its daemons, their CPU and memory, and readiness."""
 
 import base64
 import os
@@ -24,7 +23,7 @@ NAMESPACE = "bench"
 NUM_NODES, NODE_CPUS = 200, 32
 NODE_LABEL = {"type": "kwok"}
 TAINT = {"key": "kwok.x-k8s.io/node", "operator": "Exists", "effect": "NoSchedule"}
-"""As a toleration."""
+"""The taint of simulated nodes, as a toleration."""
 DAEMONS = {
     "kcm": "kube-controller-manager",
     "apiserver": "kube-apiserver",
@@ -37,7 +36,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Usage:
-    """CPU seconds since the process began; its resident memory now and at most, in MiB."""
+    """CPU seconds since the process started, and its current and maximum resident memory in MiB."""
 
     cpu: float
     rss: float
@@ -45,7 +44,7 @@ class Usage:
 
 
 class Plane:
-    """One control plane that runs."""
+    """One running control plane."""
 
     def __init__(self) -> None:
         self.kubeconfig: Path = places.KUBECONFIG
@@ -55,7 +54,7 @@ class Plane:
 
     @property
     def authority(self) -> str:
-        """The certificate of the bed's authority, in base64."""
+        """Return the certificate of the bed's authority, in base64."""
         return base64.b64encode((self.keys / "ca.crt").read_bytes()).decode()
 
     # ---- daemons -------------------------------------------------------------------------------------------
@@ -66,11 +65,11 @@ class Plane:
         command: Sequence[object],
         environment: dict[str, str],
     ) -> None:
-        """Start a daemon in the control plane's box: all operators run under the same conditions."""
+        """Start a daemon in the control plane's box, so that all operators run under the same conditions."""
         boxes.spawn(boxes.CONTROL, name, command, environment=environment)
 
     def stop(self, name: str) -> None:
-        """SIGTERM to a daemon; returns when it has ended. Raises BedError after 30 s."""
+        """Send SIGTERM to a daemon. Returns when it has ended. Raises BedError after 30 s."""
         pid = boxes.daemon_pid(boxes.CONTROL, name)
         os.kill(pid, signal.SIGTERM)
         wait_until(
@@ -81,14 +80,14 @@ class Plane:
         )
 
     def usage(self, name: str) -> Usage:
-        """CPU and memory of a daemon. Raises BedError where it does not live."""
+        """Return CPU and memory of a daemon. Raises BedError if it does not run."""
         pid = boxes.daemon_pid(boxes.CONTROL, DAEMONS.get(name, name))
         return read_usage(Path(f"/proc/{pid}"))
 
     def wait_ready(self, port: int, *, seconds: float = 60) -> float:
-        """Until /readyz at this port of the control plane's address answers 200; the seconds it took.
+        """Wait until /readyz at this port of the control plane's address answers 200, and return the seconds.
 
-        Raises BedError.
+        Raises BedError after ``seconds``.
         """
 
         def is_ready() -> bool:
@@ -105,7 +104,7 @@ class Plane:
     # ---- objects -------------------------------------------------------------------------------------------
 
     def wait_for_crds(self, names: Sequence[str]) -> None:
-        """Until the API server serves each of these CRDs. Raises BedError after 30 s."""
+        """Wait until the API server serves all of these CRDs. Raises BedError after 30 s."""
 
         def is_served(name: str) -> bool:
             crd = self.api.get(
@@ -126,7 +125,7 @@ class Plane:
         time.sleep(1.0)  # its paths come a moment later
 
     def wait_for_claims(self, number: int) -> None:
-        """Until so many claims are bound. Raises BedError after 60 s."""
+        """Wait until ``number`` claims are bound. Raises BedError after 60 s."""
         path = collection("v1", "persistentvolumeclaims", NAMESPACE)
 
         def are_bound() -> bool:
@@ -146,7 +145,7 @@ class Plane:
         )
 
     def add_nodes(self) -> None:
-        """Made-up nodes; returns when all are Ready. Raises BedError after 120 s."""
+        """Create simulated nodes. Returns when all are Ready. Raises BedError after 120 s."""
         with ThreadPoolExecutor(8) as pool:
             list(
                 pool.map(
@@ -168,7 +167,7 @@ class Plane:
     def wait_until_quiet(
         self, names: Sequence[str], *, level: float = 0.3, seconds: float = 60
     ) -> None:
-        """Until these daemons together use less than `level` cores for two seconds, or `seconds`
+        """Wait until these daemons together use less than `level` cores for two seconds, or until `seconds`
         have passed."""
         deadline, calm = time.monotonic() + seconds, 0
         before = sum(self.usage(name).cpu for name in names)
@@ -181,7 +180,8 @@ class Plane:
 
 @contextmanager
 def fresh() -> Iterator[Plane]:
-    """A bed of the profile kwok with all nodes and the namespace; taken down afterwards. Raises BedError."""
+    """Start a bed of the profile kwok with all nodes and the namespace, and stop it afterwards. Raises
+    BedError."""
     Bed.up("kwok")
     try:
         plane = Plane()
@@ -197,13 +197,13 @@ def fresh() -> Iterator[Plane]:
 
 
 def collection(version: str, plural: str, namespace: str = "") -> str:
-    """The path of all objects of one kind."""
+    """Return the path of all objects of one kind."""
     inside = f"/namespaces/{namespace}" if namespace else ""
     return f"/{'apis' if '/' in version else 'api'}/{version}{inside}/{plural}"
 
 
 def read_usage(process: Path) -> Usage:
-    """CPU and memory from the process's folder in /proc, of all its threads."""
+    """Return CPU and memory of all threads, from the process's folder in /proc."""
     fields = (process / "stat").read_text().rpartition(")")[2].split()
     sizes = dict(
         line.split(":", 1)
@@ -219,7 +219,7 @@ def read_usage(process: Path) -> Usage:
 
 
 def busy_seconds() -> tuple[float, float]:
-    """Seconds that the machine's processors worked, and all their seconds, since it booted."""
+    """Return the busy seconds and all seconds of the machine's processors since boot."""
     numbers = [
         int(word) / _TICKS
         for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]

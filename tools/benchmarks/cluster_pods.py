@@ -1,7 +1,8 @@
-"""``make bench-cluster-pods``: a killed pod on the two-node Kubernetes of tools/bed, beside an Indexed Job
-with stock torchrun.
+"""``make bench-cluster-pods``: a killed pod on the two-node Kubernetes of tools/bed, compared with an Indexed
+Job that runs stock torchrun.
 
-Real kubelets, containers and the trainer image. How to read the rows: see README.md beside this file.
+Uses real kubelets, containers and the trainer image. For how to read the rows, see README.md next to this
+file.
 """
 
 import argparse
@@ -40,9 +41,9 @@ from bed.places import KUBECONFIG, STORAGE_CLASS
 SAMPLES_FILE = Path(__file__).with_name("results") / "cluster-pods-samples.json"
 EVENTS = 5
 RESUMED_NODES = 3
-"""Nodes of the run that is suspended and resumed."""
+"""Number of nodes of the run that is suspended and resumed."""
 SETTLED_STEPS = 8
-"""Steps of the whole group before a pod is killed."""
+"""Number of steps of the whole group before a pod is killed."""
 RESOURCES = {"requests": {"cpu": "100m", "memory": "512Mi"}}
 Sample = dict[str, float]
 Parts = tuple[str, ...]
@@ -50,7 +51,7 @@ Parts = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Bench:
-    """What all parts need: a cluster with the operator in it, and a folder of one's own."""
+    """Objects that all parts need: a cluster with the operator, and a folder."""
 
     cluster: Cluster
     trainer_image: str
@@ -58,7 +59,7 @@ class Bench:
 
     @contextlib.contextmanager
     def namespace(self) -> Iterator[Runs]:
-        """A namespace for one run or Job, gone in the end."""
+        """Provide a namespace for one run or Job, and delete it afterwards."""
         name = f"bench-{uuid.uuid4().hex[:6]}"
         runs = Runs(self.cluster, name, self.scratch)
         runs.kubectl("create", "namespace", name)
@@ -76,7 +77,8 @@ class Bench:
 
 
 def measure_quickstart(bench: Bench, events: int) -> list[Sample]:
-    """From just before ``kubectl apply`` to the end of the first step, as the run's own record has it."""
+    """Measure from just before `kubectl apply` to the end of the first step, according to the run's own
+    record."""
     samples = []
     for _ in range(events):
         with bench.namespace() as runs:
@@ -90,7 +92,7 @@ def measure_quickstart(bench: Bench, events: int) -> list[Sample]:
 
 
 def measure_recipe(bench: Bench, events: int) -> list[Sample]:
-    """The 10M model as a recipe: the rest go on in process."""
+    """Kill nodes of the 10M model as a recipe; the other nodes continue in process."""
     training = {
         "model": {"config": model_config()},
         "data": {"sequenceLength": 64},
@@ -111,7 +113,7 @@ def measure_recipe(bench: Bench, events: int) -> list[Sample]:
 
 
 def _give_documents(runs: Runs) -> None:
-    """Make the ConfigMap that the runs read. By a file: an argument may not be as long."""
+    """Create the ConfigMap that the runs read. Use a file, because an argument may not be that long."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "documents.jsonl"
         file.write_text(documents(), "utf-8")
@@ -119,7 +121,8 @@ def _give_documents(runs: Runs) -> None:
 
 
 def measure_resume(bench: Bench, events: int) -> list[Sample]:
-    """One run of three nodes, suspended and resumed again and again: seconds from just before each change."""
+    """Suspend and resume one run of three nodes repeatedly; return the seconds from just before each
+    change."""
     samples = []
     with bench.namespace() as runs:
         _give_documents(runs)
@@ -149,9 +152,10 @@ def measure_resume(bench: Bench, events: int) -> list[Sample]:
 
 
 def measure_script(bench: Bench, events: int) -> list[Sample]:
-    """The script that stock torchrun starts, as ``spec.script``: the rest begin anew from the checkpoint.
+    """Run the script that stock torchrun starts as ``spec.script``; the other nodes restart from the
+    checkpoint.
 
-    A TrainingRun for each event: the script tells of no progress, so that the back-off would grow.
+    Uses one TrainingRun per event, because the script reports no progress, so the back-off would grow.
     """
     spec = {
         "nodes": {"min": 1, "max": stock.NODES},
@@ -188,8 +192,7 @@ def _script_rows(run: Run) -> list[dict[str, Any]]:
 def _kill_in_turns(
     run: Run, rows: Callable[[], list[dict[str, Any]]], events: int
 ) -> list[Sample]:
-    """One run; node 1 is killed, again and again, each time when all nodes have trained together for some
-    steps."""
+    """Kill node 1 of one run repeatedly, each time after all nodes have trained together for some steps."""
     samples = []
     for _ in range(events):
         wait_until_whole(rows)
@@ -206,7 +209,7 @@ def measure_stock(
     *,
     settings: stock.Settings,
 ) -> list[Sample]:
-    """A Job for each event, so that no back-off has grown; node 1 is killed, never node 0, which holds the
+    """Use one Job per event, so that the back-off does not grow. Kill node 1, never node 0, which hosts the
     rendezvous."""
     samples = []
     for _ in range(events):
@@ -234,7 +237,7 @@ def measure_stock(
 def wait_until_whole(
     rows: Callable[[], list[dict[str, Any]]], *, seconds: float = 180
 ) -> None:
-    """Until all nodes have trained some steps together."""
+    """Wait until all nodes have trained some steps together."""
 
     def is_whole() -> bool:
         newest = rows()[-SETTLED_STEPS:]
@@ -251,7 +254,7 @@ def wait_until_whole(
 
 
 def _find_kill(namespace: str, pod: str) -> Callable[[], None]:
-    """What sends SIGKILL to a pod's first process."""
+    """Return a function that sends SIGKILL to a pod's first process."""
     (process, *_) = Bed().faults.processes(namespace, pod)
     return process.kill
 
@@ -259,8 +262,8 @@ def _find_kill(namespace: str, pod: str) -> Callable[[], None]:
 def measure_kill(
     rows: Callable[[], list[dict[str, Any]]], kill: Callable[[], None]
 ) -> Sample:
-    """Seconds from SIGKILL to the end of the next step, and of the next one that a replacement
-    took part in."""
+    """Return the seconds from SIGKILL to the end of the next step, and to the end of the next step with a
+    replacement."""
     killed = time.time()
     kill()
     before = sorted(
@@ -329,9 +332,10 @@ _FIGURES = {"rest": "next step of the rest", "replacement": "replacement trains"
 def make_rows(
     samples: dict[str, list[Sample]], times: Mapping[str, str] | None = None
 ) -> list[Row]:
-    """Medians, with the range in the note; ratios against stock torchrun where both are there.
+    """Return medians, with the range in the note, and ratios against stock torchrun if both were measured.
 
-    ``times``: when each part was taken; a row of an older part than the newest says it. Pure.
+    ``times``: date of each part. The row of a part that is older than the newest part contains its date.
+    Pure.
     """
     times = times or {}
     newest = max(times.values(), default="")
@@ -396,11 +400,11 @@ def _median(samples: Sequence[Sample], key: str) -> float:
 def measure(
     *, only: Collection[str] = (), events: int = EVENTS, samples_file: Path = SAMPLES_FILE
 ) -> list[Row]:
-    """Take the parts in ``only`` (default: all) and put their samples into the file; rows of all that is in
-    it.
+    """Measure the parts in ``only`` (default: all), write their samples to the file, and return rows of all
+    samples in it.
 
-    The bed is brought up, and taken down if it was not up before. Raises BedError, AssertionError where
-    something never came.
+    Starts the bed, and stops it if it was not up before. Raises BedError, or AssertionError if an expected
+    event does not happen.
     """
     known: dict[str, Any] = (
         json.loads(samples_file.read_text(encoding="utf-8"))
@@ -443,7 +447,7 @@ def measure(
 
 
 def main() -> None:
-    """Parse, measure, print, write."""
+    """Parse arguments, measure, print and write."""
     from run import CLUSTER_PODS, describe_machine, write_results
 
     parser = argparse.ArgumentParser(description=__doc__)

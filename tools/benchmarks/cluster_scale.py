@@ -1,8 +1,8 @@
-"""``make bench-cluster``: Evergrad's operator beside Kubeflow Trainer with JobSet, on a control plane with
-made-up nodes.
+"""``make bench-cluster``: Evergrad's operator compared with Kubeflow Trainer and JobSet, on a control plane
+with simulated nodes.
 
-Each load has a fresh control plane on each side, and leaves its samples in a file, so that parts may be taken
-one by one. How to read the rows: see README.md beside this file.
+Each load uses a new control plane for each side, and writes its samples to a file, so that parts can be
+measured separately. For how to read the rows, see README.md next to this file.
 """
 
 import argparse
@@ -26,15 +26,16 @@ from common import Row, print_rows
 
 SAMPLES_FILE = Path(__file__).with_name("results") / "cluster-samples.json"
 SETTLE_SECONDS = 4.0
-"""From the last pod's start to the end of the measurement: statuses are written after it."""
+"""Seconds from the last pod's start to the end of the measurement, because statuses are written
+afterwards."""
 QUIET_CORES = 0.1
-"""An operator that uses less for the rest of the measurement is steady."""
+"""An operator that uses less CPU than this for the rest of the measurement is steady."""
 WATCHED_SECONDS = 40.0
 Sample = dict[str, Any]
 
 
 class Side(Protocol):
-    """What a comparison needs of an operator."""
+    """The interface of an operator in a comparison."""
 
     name: str
     processes: tuple[str, ...]
@@ -42,7 +43,7 @@ class Side(Protocol):
 
     @staticmethod
     def version() -> str:
-        """Which releases, or which commit, it is."""
+        """Return its releases or its commit."""
 
     def prepare(self, *, runs: int) -> None:
         """Install and start it."""
@@ -51,16 +52,16 @@ class Side(Protocol):
         """Start it again."""
 
     def body(self, number: int) -> dict[str, Any]:
-        """One run."""
+        """Return one run."""
 
     def run_of(self, labels: dict[str, str]) -> str | None:
-        """Whose node a pod is."""
+        """Return the run to which a pod's node belongs."""
 
     def owns(self, verb: str, resource: str) -> bool:
-        """What only operators write."""
+        """Return whether only operators write this."""
 
     def count_events(self) -> float:
-        """Events it has posted."""
+        """Return the number of events that it has posted."""
 
 
 SIDES: dict[str, type[Evergrad] | type[Kubeflow]] = {
@@ -71,9 +72,9 @@ SIDES: dict[str, type[Evergrad] | type[Kubeflow]] = {
 
 @dataclass(frozen=True)
 class Load:
-    """So many runs at so many a second, and what ours should reach beside theirs.
+    """Number and rate of runs, and the goals for Evergrad relative to the other side.
 
-    ``restarts``: the operator is started again over all of them.
+    ``restarts``: the operator is also restarted with all runs.
     """
 
     runs: int
@@ -89,12 +90,12 @@ PARTS = {
     "500": Load(500, 10.0, speed_goal=">= 1.5"),
     "1000": Load(1000, 10.0, speed_goal=">= 1.5", write_goal="<= 0.7", restarts=True),
 }
-"""Loads by their number of runs. At 2/s the machine has time to spare: the speed there is the rate of the
-load."""
+"""Loads by number of runs. At 2 runs/s the machine has spare capacity, so the measured speed is the rate of
+the load."""
 
 
 def take(side_name: str, load: Load) -> Sample:
-    """One load on one side, on a control plane of its own. Raises BedError, LoadError."""
+    """Measure one load on one side, on its own control plane. Raises BedError and LoadError."""
     with fresh() as plane:
         side = SIDES[side_name](plane)
         begun = time.monotonic()
@@ -165,7 +166,7 @@ def _read(plane: Plane, daemons: Sequence[str]) -> dict[str, Usage]:
 
 
 def _measure_restart(plane: Plane, side: Side) -> Sample:
-    """The operator is asked to end, and two seconds later started again, while nothing else happens."""
+    """Stop the operator, and start it again two seconds later, while nothing else happens."""
     plane.wait_until_quiet((*DAEMONS, *side.processes), level=0.5)
     before = meters.read_writes(plane.api)
     for name in side.processes:
@@ -196,8 +197,7 @@ def _total(plane: Plane, side: Side) -> float:
 
 
 def find_steady(times: Sequence[float], totals: Sequence[float]) -> float:
-    """The time after which CPU seconds grow by less than ``QUIET_CORES`` a second; infinite if
-    they never do."""
+    """Return the time after which CPU seconds grow by less than ``QUIET_CORES`` per second, or infinity."""
     end = times[0]
     pairs = list(zip(times, totals, strict=True))
     for (at, total), (later, more) in pairwise(pairs):
@@ -210,7 +210,7 @@ def find_steady(times: Sequence[float], totals: Sequence[float]) -> float:
 
 
 def make_rows(samples: dict[str, dict[str, Sample]]) -> list[Row]:
-    """Rows of all that is there, the two sides next to each other, with the goals beside them."""
+    """Return rows of all samples, with the two sides and the goals next to each other."""
     rows: list[Row] = []
     for name, load in PARTS.items():
         sides = samples.get(name)
@@ -243,7 +243,8 @@ def _latency_rows(what: str, sides: dict[str, Sample]) -> Iterator[Row]:
 
 
 def _describe_taking(sides: dict[str, Sample]) -> str:
-    """The releases and the times of both samples: a ratio of two different hours says little."""
+    """Return releases and dates of both samples: a ratio of measurements from different hours is less
+    reliable."""
     return "; ".join(f"{sample['version']}, {sample['taken']}" for sample in sides.values())
 
 
@@ -383,11 +384,11 @@ def measure(
     restarts: bool = True,
     samples_file: Path = SAMPLES_FILE,
 ) -> list[Row]:
-    """Take the parts in ``only`` on ``sides`` (default: all) and put their samples into the file; rows of all
-    that is in it.
+    """Measure the parts in ``only`` on ``sides`` (default: all), write their samples to the file, and return
+    rows of all samples in it.
 
-    ``scale`` makes all loads smaller, to try things; ``restarts``: operators are started again, too. Raises
-    BedError, LoadError.
+    ``scale`` makes all loads smaller, for a quick test. ``restarts``: also restart the operators. Raises
+    BedError and LoadError.
     """
     for side in sides or SIDES:
         SIDES[side].build()
@@ -417,8 +418,8 @@ def measure(
 
 
 def read_samples(samples_file: Path) -> dict[str, dict[str, Sample]]:
-    """The samples of the file, but for parts that are none any more and for other releases of Kubeflow: no
-    ratio is made with those."""
+    """Return the samples in the file, without parts that no longer exist and without other releases of
+    Kubeflow, which are not used for ratios."""
     if not samples_file.exists():
         return {}
     found: dict[str, dict[str, Sample]] = json.loads(
@@ -436,7 +437,7 @@ def read_samples(samples_file: Path) -> dict[str, dict[str, Sample]]:
 
 
 def main() -> None:
-    """Parse, measure, print, write."""
+    """Parse arguments, measure, print and write."""
     from run import CLUSTER, describe_machine, write_results
 
     parser = argparse.ArgumentParser(description=__doc__)

@@ -1,4 +1,4 @@
-"""An Indexed Job with stock torchrun and ``recovery_stock.py``: what one has on Kubernetes without an
+"""An Indexed Job with stock torchrun and ``recovery_stock.py``: the alternative on Kubernetes without an
 operator."""
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 from cluster_runs import Runs, read_rows
 
 NODES = 2
-"""One for each core of the machine that the bed is made for: what starts must not wait for what trains."""
+"""One for each core of the bed's machine, so that a starting process does not wait for training processes."""
 SLOTS = 6
 INDEX = "batch.kubernetes.io/job-completion-index"
 SCRIPT = "/script/recovery_stock.py"
@@ -22,23 +22,23 @@ _PORT = 29400
 
 @dataclass(frozen=True)
 class Settings:
-    """Torchrun's timers (``--rdzv-conf``) and what becomes of a container that was killed."""
+    """Torchrun's timers (``--rdzv-conf``), and the restart policy of a killed container."""
 
     timers: str
     restart_policy: str
 
 
 DEFAULT = Settings("", "Never")
-"""As they come. The Job controller replaces the pod, after a back-off of ten seconds the first time."""
+"""The defaults. The Job controller replaces the pod, the first time after a back-off of 10 s."""
 TUNED = Settings(
     ",keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=2", "OnFailure"
 )
-"""The shortest timers that do not split a group under load (README.md), and a kubelet that restarts the
-container in place."""
+"""The shortest timers that do not split a group under load (README.md). The kubelet restarts the container in
+place."""
 
 
 def arguments(output: str) -> list[str]:
-    """Of the script, but for its model."""
+    """Return the arguments of the script, except for its model."""
     return [
         "--output",
         output,
@@ -52,7 +52,7 @@ def arguments(output: str) -> list[str]:
 
 
 def create_script(runs: Runs) -> None:
-    """The script as a ConfigMap."""
+    """Create the ConfigMap that contains the script."""
     text = Path(__file__).with_name("recovery_stock.py").read_text(encoding="utf-8")
     runs.kubectl(
         "create",
@@ -70,7 +70,7 @@ def create_job(
     resources: Mapping[str, Any],
     model: Mapping[str, Any],
 ) -> None:
-    """The Job, the headless Service that gives its pods names, and a volume that all of them share."""
+    """Create the Job, the headless Service that gives its pods names, and a volume that all pods share."""
     create_script(runs)
     claim = {
         "apiVersion": "v1",
@@ -97,7 +97,7 @@ def create_job(
 
 
 def read_steps(runs: Runs) -> list[dict[str, Any]]:
-    """What the script has written."""
+    """Return the rows that the script has written."""
     try:
         return read_rows(runs.volume(_NAME) / "steps.jsonl")
     except (LookupError, OSError):
@@ -122,7 +122,8 @@ def _job(
         ],
         "env": [
             {"name": "OMP_NUM_THREADS", "value": "1"},
-            # Without it no group outlives the node whose agent holds the store of its workers.
+            # Without this variable, no group survives the loss of the node whose agent holds the workers'
+            # store.
             {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"},
         ],
         "resources": resources,
@@ -160,7 +161,7 @@ def _job(
 
 
 def _shell(settings: Settings) -> str:
-    """Torchrun as its documentation starts it, once the first pod has a name."""
+    """Start torchrun as in its documentation, when the first pod's name resolves."""
     host = f"{_NAME}-0.{_NAME}"
     words: Sequence[str] = (
         "exec python -m torch.distributed.run",

@@ -1,4 +1,4 @@
-"""What the benchmarks share: rows of results, the 10M model, and prepared data of real text."""
+"""Shared parts of the benchmarks: rows of results, the 10M model, and prepared data of real text."""
 
 import json
 import math
@@ -19,7 +19,8 @@ _COMPARISONS = {">=": operator.ge, "<=": operator.le}
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of a benchmark. ``goal`` is ``>= x`` or ``<= x``; figures without one are for scale."""
+    """One value of a benchmark. ``goal`` is ``>= x`` or ``<= x``; values without a goal are for
+    comparison."""
 
     what: str
     name: str
@@ -40,7 +41,7 @@ class Row:
 
 
 def print_rows(rows: list[Row]) -> None:
-    """A table for people."""
+    """Print a table."""
     for row in rows:
         outcome = {None: "", True: "reached", False: "MISSED"}[row.is_reached]
         print(
@@ -53,11 +54,10 @@ def print_rows(rows: list[Row]) -> None:
 def interval_of_median(
     values: Sequence[float], *, share: float = 0.95, draws: int = 2000
 ) -> tuple[float, float]:
-    """Interval that holds the median of what ``values`` were drawn from, with probability
+    """Return the interval that contains the median of the distribution of ``values`` with probability
     ``share``.
 
-    A percentile bootstrap. Its generator has a seed, so that one file of samples gives one
-    interval.
+    A percentile bootstrap. Its generator has a fixed seed, so that the same samples give the same interval.
     """
     generator = random.Random(0)
     medians = [
@@ -73,9 +73,9 @@ def interval_of_ratio(
     share: float = 0.95,
     draws: int = 2000,
 ) -> tuple[float, float]:
-    """Interval of the ratio of two medians, of samples that were not taken in pairs.
+    """Return the interval of the ratio of two medians, of samples that were not measured in pairs.
 
-    As above: both are drawn anew each time.
+    Like ``interval_of_median``, but both sides are resampled in each draw.
     """
     generator = random.Random(0)
     ratios = []
@@ -87,7 +87,7 @@ def interval_of_ratio(
 
 
 def _middle(values: list[float], share: float) -> tuple[float, float]:
-    """The bounds between which the middle ``share`` of the values lies."""
+    """Return the bounds between which the middle ``share`` of the values lies."""
     values = sorted(values)
     cut = round((1 - share) / 2 * len(values))
     return values[cut], values[-1 - cut]
@@ -101,11 +101,11 @@ _SHAPES = {
 }
 """Width, inner width, layers and heads."""
 _VOCABULARY = {"124M": 32_768, "1B": 32_768}
-"""The small ones know the bytes and no more."""
+"""Vocabulary sizes of the larger models. The others use only bytes."""
 
 
 def model_config(parameters: str = "10M") -> dict[str, Any]:
-    """A Llama of about that many parameters."""
+    """Return a Llama with about that many parameters."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     vocabulary = (
         {"vocab_size": _VOCABULARY[parameters]} if parameters in _VOCABULARY else {}
@@ -118,8 +118,8 @@ def model_config(parameters: str = "10M") -> dict[str, Any]:
 
 
 SMALL = (2, 64)
-"""Samples a step and tokens a sample where a step must be short: a CPU without bf16 units takes a second for
-each sample."""
+"""Samples per step and tokens per sample if a step must be short: a CPU without bf16 units takes 1 s per
+sample."""
 
 
 def build_training(
@@ -129,8 +129,8 @@ def build_training(
     parameters: str = "10M",
     shape: tuple[int, int] = (8, 256),
 ) -> Training:
-    """``spec.training`` of the benchmarks: ``shape`` (samples, tokens each) a step in two slots,
-    two threads."""
+    """Return ``spec.training`` of the benchmarks: ``shape`` (samples, tokens per sample) per step in two
+    slots, and two threads."""
     samples, length = shape
     return Training.model_validate(
         {
@@ -148,7 +148,8 @@ def build_training(
 
 
 def write_documents(path: Path, *, megabytes: float = 0.7) -> Path:
-    """Python's own documentation topics as JSONL, repeated with a running number until there is enough."""
+    """Write Python's own documentation topics as JSONL, repeated with a running number up to
+    ``megabytes``."""
     topics = sorted(pydoc_data.topics.topics.items())
     written, number = 0, 0
     with path.open("w", encoding="utf-8") as file:
@@ -165,7 +166,7 @@ def write_documents(path: Path, *, megabytes: float = 0.7) -> Path:
 
 
 def make_prepared_data(training: Training, folder: Path) -> Any:
-    """Documents written, prepared and opened as ``evergrad run`` does it."""
+    """Write, prepare and open documents like ``evergrad run``."""
     from evergrad_trainer.data.prepare import prepare
     from evergrad_trainer.recipes.setup import open_recipe
 
@@ -181,7 +182,7 @@ def make_prepared_data(training: Training, folder: Path) -> Any:
 
 
 def open_without_data(training: Training) -> Any:
-    """The recipe without samples, for what only builds the model."""
+    """Return the recipe without samples, for code that only builds the model."""
     from evergrad_trainer.data.batch import Stage
     from evergrad_trainer.recipes import load_task
     from evergrad_trainer.recipes.setup import Opened
@@ -194,8 +195,8 @@ def open_without_data(training: Training) -> Any:
 def manifest(
     name: str, *, parameters: str = "10M", shape: tuple[int, int] = (8, 256)
 ) -> dict[str, Any]:
-    """A TrainingRun over ``documents.jsonl``: fp32, two slots a step, two threads, nothing saved until it
-    stops."""
+    """Return a TrainingRun over ``documents.jsonl``: fp32, two slots per step, two threads, and no save until
+    it stops."""
     samples, length = shape
     return {
         "apiVersion": "evergrad.dev/v1alpha1",

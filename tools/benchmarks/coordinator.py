@@ -1,7 +1,8 @@
-"""The coordinator under 1,000 nodes: resident memory, idle load, and how quickly all hear of a lost one.
+"""The coordinator with 1,000 nodes: resident memory, idle load, and the time until all nodes are notified of
+a loss.
 
-The nodes are connections of one other process that answers as nodes do. Both processes share this machine's
-cores, so times hold for the coordinator and its thousand nodes together.
+The nodes are connections of one other process, which answers like nodes. Both processes share this machine's
+cores, so the times include the work of the simulated nodes.
 """
 
 import argparse
@@ -37,7 +38,7 @@ _TOKEN = "benchmark"
 
 
 class FakeNode(asyncio.Protocol):
-    """Answers plans at once; counts what it is told."""
+    """Answers plans immediately, and counts the messages that it receives."""
 
     def __init__(self, crowd: "Crowd", number: int) -> None:
         self.crowd, self.number = crowd, number
@@ -45,7 +46,7 @@ class FakeNode(asyncio.Protocol):
         self._rest = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Say hello."""
+        """Send the hello message."""
         self.transport = typing.cast(asyncio.Transport, transport)
         self.write(
             encode(
@@ -62,7 +63,7 @@ class FakeNode(asyncio.Protocol):
         )
 
     def data_received(self, data: bytes) -> None:
-        """As a node that has nothing to stop."""
+        """Answer like a node that has no workers to stop."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if b'"pong"' in line:
@@ -76,7 +77,7 @@ class FakeNode(asyncio.Protocol):
                 self.write(encode(Up(message.generation, step=message.generation)))
 
     def disconnect(self) -> None:
-        """As if killed."""
+        """Close the connection, as if the node was killed."""
         if self.transport:
             self.transport.abort()
 
@@ -87,16 +88,16 @@ class FakeNode(asyncio.Protocol):
 
 
 class Crowd:
-    """All nodes of one process."""
+    """All simulated nodes of one process."""
 
     def __init__(self, port: int) -> None:
         self.port = port
         self.nodes: list[FakeNode] = []
         self.planned = self.gone = 0
-        """How many have been told to get ready, and to go."""
+        """Numbers of nodes that have received a plan, and a ``go``."""
 
     async def connect(self, number: int) -> None:
-        """One node more."""
+        """Connect one more node."""
         loop = asyncio.get_running_loop()
         _, node = await loop.create_connection(
             lambda: FakeNode(self, number), "127.0.0.1", self.port
@@ -104,7 +105,7 @@ class Crowd:
         self.nodes.append(node)
 
     async def ping(self) -> None:
-        """Twice a second each, spread evenly."""
+        """Ping twice per second for each node, spread evenly."""
         while True:
             begun = time.monotonic()
             for part in range(20):
@@ -113,7 +114,8 @@ class Crowd:
                 await asyncio.sleep(max(0.0, begun + (part + 1) * 0.025 - time.monotonic()))
 
     async def wait_for_go(self, number: int) -> tuple[float, float]:
-        """Seconds until so many have heard of the change, and until so many have been told to go."""
+        """Return the seconds until ``number`` nodes have received the plan, and until ``number`` have
+        received ``go``."""
         begun, heard = time.perf_counter(), 0.0
         while self.gone < number:
             if time.perf_counter() - begun > 60:
@@ -125,13 +127,13 @@ class Crowd:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
+    """Return user and system time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def resident_megabytes(pid: int) -> float:
-    """Of a process, now."""
+    """Return the current resident memory of a process, in megabytes."""
     lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1000
 
@@ -139,7 +141,7 @@ def resident_megabytes(pid: int) -> float:
 async def measure_crowd(
     port: int, pid: int, *, num_nodes: int, losses: int, idle_seconds: float
 ) -> dict[str, float]:
-    """Form the group, lose nodes one after the other, then leave it alone."""
+    """Form the group, lose nodes one after another, then leave the group idle."""
     crowd = Crowd(port)
     pinger = asyncio.create_task(crowd.ping())
     begun = time.perf_counter()
@@ -185,7 +187,7 @@ def measure(
     losses: int = 7,
     idle_seconds: float = 10.0,
 ) -> list[Row]:
-    """All rows."""
+    """Return all rows."""
     allow_many_files()
     with (
         tempfile.TemporaryDirectory() as name,
@@ -237,7 +239,7 @@ def measure(
 def _coordinator(
     folder: Path, num_nodes: int
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A coordinator for so many nodes, and its port; ended by its process id."""
+    """Start a coordinator for ``num_nodes`` nodes, yield its process and port, and kill it afterwards."""
     address, token = folder / "address.json", folder / "token"
     token.write_text(_TOKEN, encoding="ascii")
     command = [

@@ -1,9 +1,9 @@
-"""Reading prepared data: resident memory over 1 GB, cost of a window, and how quickly a position is found.
+"""Reading prepared data: resident memory over 1 GB, cost of a window, and time to find a position.
 
-An epoch of 1 GB of token files is read in its permuted order by the training stream, in a process of its own;
-a second process reads the same windows through a memory map. What is reported is the most resident memory
-above that before the data was opened. The files have just been written, so they come from the page cache:
-this measures the reader, not the disk.
+The training stream reads an epoch of 1 GB of token files in its permuted order, in its own process. A second
+process reads the same windows through a memory map. The result is the maximum resident memory minus the
+resident memory before the data was opened. The files have just been written, so they come from the page
+cache: this measures the reader, not the disk.
 """
 
 import argparse
@@ -32,7 +32,7 @@ SEEK_POSITION = 10**9
 
 
 def write_shards(folder: Path, *, gigabytes: float) -> None:
-    """Random ids in files of 16 MiB."""
+    """Write random ids to files of 16 MiB."""
     rng = np.random.default_rng(0)
     for number in range(round(gigabytes * 1e9 / 2 / SHARD_TOKENS)):
         rng.integers(0, 257, SHARD_TOKENS, dtype=np.uint16).tofile(
@@ -41,7 +41,7 @@ def write_shards(folder: Path, *, gigabytes: float) -> None:
 
 
 def find_sequence(folder: Path) -> TokenSequence:
-    """What ``write_shards`` wrote."""
+    """Return the sequence that ``write_shards`` wrote."""
     paths = sorted(folder.glob("*.tokens"))
     return TokenSequence(
         "uint16", tuple(Shard(path, 0, path.stat().st_size // 2) for path in paths)
@@ -54,7 +54,7 @@ def build_stream(
     sequence_length: int,
     batch: int,
 ) -> TrainingStream:
-    """A stream of one source, one slot a step."""
+    """Return a stream of one source, with one slot per step."""
     source = PreparedSource("docs", folder, "", "", find_sequence(folder))
     items = TokenSource(
         source, source.train, sequence_length=sequence_length, end_of_document=256
@@ -64,7 +64,7 @@ def build_stream(
 
 
 def resident_megabytes() -> float:
-    """Of this process, now."""
+    """Return the current resident memory of this process, in megabytes."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1000
 
@@ -74,7 +74,7 @@ def read_epoch(
     steps: int,
     start: float,
 ) -> dict[str, float]:
-    """Call ``read`` for every step; the most resident memory above ``start``, and seconds."""
+    """Call ``read`` for every step. Return the maximum resident memory above ``start``, and the seconds."""
     begun, most = time.perf_counter(), 0.0
     for step in range(1, steps + 1):
         read(step)
@@ -88,7 +88,7 @@ def read_epoch(
 
 
 def run_stream(folder: Path) -> dict[str, float]:
-    """The training stream, one epoch."""
+    """Read one epoch with the training stream."""
     start = resident_megabytes()
     stream = build_stream(folder, sequence_length=SEQUENCE_LENGTH, batch=BATCH)
     return read_epoch(
@@ -99,7 +99,7 @@ def run_stream(folder: Path) -> dict[str, float]:
 
 
 def run_memory_map(folder: Path) -> dict[str, float]:
-    """The same windows in the same order, copied out of memory maps."""
+    """Copy the same windows in the same order from memory maps."""
     start = resident_megabytes()
     maps = [
         np.memmap(path, dtype=np.uint16, mode="r")
@@ -123,7 +123,7 @@ def run_memory_map(folder: Path) -> dict[str, float]:
 
 
 def run_alone(side: str, folder: Path) -> dict[str, float]:
-    """One side in a process of its own."""
+    """Run one side in its own process."""
     command = [sys.executable, __file__, "--side", side, "--folder", str(folder)]
     result: dict[str, float] = json.loads(
         subprocess.run(
@@ -137,7 +137,7 @@ def run_alone(side: str, folder: Path) -> dict[str, float]:
 
 
 def measure_memory(folder: Path, *, gigabytes: float) -> list[Row]:
-    """Both readers' resident memory and speed."""
+    """Measure resident memory and speed of both readers."""
     what = f"reading {gigabytes:g} GB of prepared data in permuted order"
     rows = []
     for side, name, goal in (
@@ -160,7 +160,7 @@ def measure_memory(folder: Path, *, gigabytes: float) -> list[Row]:
 
 
 def measure_window(folder: Path, *, rounds: int) -> list[Row]:
-    """Cost of one window of 256 tokens, from position to tensors: located, hashed, read, labelled."""
+    """Measure one window of 256 tokens, from position to tensors: locate, hash, read, label."""
     rows = []
     for batch in (4, 32):
         stream = build_stream(folder, sequence_length=256, batch=batch)
@@ -182,8 +182,8 @@ def measure_window(folder: Path, *, rounds: int) -> list[Row]:
 
 
 def measure_seek(*, rounds: int) -> list[Row]:
-    """From nothing to the sample at position 10^9: the mixture's tables are built and the position is looked
-    up."""
+    """Measure the time to the sample at position 10^9: build the mixture's tables and look up the
+    position."""
     rows = []
     for sizes in ([10**9 + 7], [10**9, 3 * 10**8, 10**7, 10**6]):
         seconds = []
@@ -196,7 +196,7 @@ def measure_seek(*, rounds: int) -> list[Row]:
             mixture.locate(SEEK_POSITION)
             seconds.append(time.perf_counter() - begun)
         name = f"{len(sizes)} source{'s' if len(sizes) > 1 else ''}"
-        # The first round: later ones find the order of the sources in the process's cache.
+        # Use the first round: later rounds find the order of the sources in the process's cache.
         rows.append(
             Row(
                 "position found at 10^9 samples",
@@ -210,7 +210,7 @@ def measure_seek(*, rounds: int) -> list[Row]:
 
 
 def measure(*, gigabytes: float = 1.0, rounds: int = 5) -> list[Row]:
-    """All rows."""
+    """Return all rows."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_shards(folder, gigabytes=gigabytes)

@@ -1,9 +1,9 @@
-"""What being elastic costs while nothing happens: tokens/s of two nodes against plain torchrun, and a
+"""The cost of elasticity without events: tokens/s of two nodes compared with plain torchrun, and a
 supervisor's memory.
 
-Both groups are there at the same time and take turns: the one that is not in turn is stopped (SIGSTOP), so
-that whatever else the machine does hits both alike. Only steps that began and ended within a turn count.
-Turns go on until the interval of the ratio is narrow enough, or there have been many.
+Both groups exist at the same time and alternate: the inactive group is stopped (SIGSTOP), so that other load
+on the machine affects both equally. Only steps that began and ended within a turn count. Turns continue until
+the interval of the ratio is narrow enough, or until a maximum number of turns.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ NUM_NODES = 2
 _SAMPLES = 4
 _STEPS_A_TURN = 5
 HALF_WIDTH = 0.01
-"""Of the ratio's interval of 95 %: turns go on until it is narrower."""
+"""Half of the width of the ratio's 95 % interval at which the turns end."""
 _BLOCK = 10
-"""Turns between two looks at the interval. Only its width is looked at, so that stopping does
-not favour a result."""
+"""Turns between two checks of the interval. Only its width is checked, so that stopping does not favour a
+result."""
 _MOST_BLOCKS_AN_EVENT = 4
 Sample = dict[str, Any]
 
@@ -52,8 +52,8 @@ def measure_cost(
     events: int,
     is_tiny: bool,
 ) -> dict[str, list[Sample]]:
-    """Turns of both; a sample is a turn's tokens/s of each."""
-    # Stopped for seconds, a node must not be taken for lost.
+    """Measure both in turns. A sample contains the tokens/s of each in one turn."""
+    # A node that is stopped for seconds must not count as lost.
     patience = ("--silence", "900", "--lease", "900", "--up-limit", "900")
     manifest = training_manifest(
         num_nodes=NUM_NODES,
@@ -85,7 +85,7 @@ def measure_cost(
             samples: list[Sample] = []
             blocks = 1 if is_tiny else _MOST_BLOCKS_AN_EVENT * events
             for _ in range(blocks):
-                # The one that comes second finds warm caches: they take turns in that, too.
+                # Alternate the order, because the second finds warm caches.
                 samples += [
                     _pair(groups, is_turned=bool(turn % 2)) for turn in range(_BLOCK)
                 ]
@@ -98,19 +98,19 @@ def measure_cost(
 
 
 def interval_of_ratio(samples: list[Sample]) -> tuple[float, float]:
-    """The 95 % interval of elastic tokens/s over static ones."""
+    """Return the 95 % interval of elastic tokens/s divided by static tokens/s."""
     return interval_of_median([one["elastic"] / one["static"] for one in samples])
 
 
 def _pair(groups: dict[str, tuple[list[int], Steps]], *, is_turned: bool) -> Sample:
-    """One turn of each group: tokens/s by name."""
+    """Run one turn of each group; return tokens/s by name."""
     order = sorted(groups, reverse=is_turned)
     return {name: _turn(*groups[name]) for name in order}
 
 
 @contextlib.contextmanager
 def _static(folder: Path, elastic: Path) -> Iterator[tuple[subprocess.Popen[bytes], Steps]]:
-    """The same trainer and file under plain torchrun, in a world that cannot change."""
+    """Start the same trainer and file with plain torchrun, in a world that cannot change."""
     folder.mkdir(parents=True)
     for name in ("run.yaml", "documents.jsonl"):
         (folder / name).write_bytes((elastic / name).read_bytes())
@@ -124,7 +124,8 @@ def _static(folder: Path, elastic: Path) -> Iterator[tuple[subprocess.Popen[byte
         str(free_port()),
     ]
     command += ["-m", "evergrad_cli", "run", "run.yaml", "--run-directory", "run"]
-    # As the nodes have it, which are forked from this process: `evergrad run` would ask for huge pages.
+    # Use the setting of the nodes, which are forked from this process: `evergrad run` would request huge
+    # pages.
     tunables = {VARIABLE: os.environ.get(VARIABLE, "glibc.malloc.hugetlb=0")}
     agent = start_process(command, output=folder / "torchrun.log", variables=tunables)
 
@@ -146,7 +147,7 @@ def _static(folder: Path, elastic: Path) -> Iterator[tuple[subprocess.Popen[byte
 
 @contextlib.contextmanager
 def _stopped(pids: list[int]) -> Iterator[None]:
-    """Stopped now; going on at the end, as whoever ends these processes expects."""
+    """Stop the processes, and continue them at the end, so that they can be terminated."""
     _signal(pids, signal.SIGSTOP)
     try:
         yield
@@ -155,12 +156,13 @@ def _stopped(pids: list[int]) -> Iterator[None]:
 
 
 def _turn(pids: list[int], steps: Steps) -> float:
-    """Let these processes go on for some steps; tokens/s of those that were whole within the turn."""
+    """Let these processes run for some steps; return tokens/s of the steps that began and ended in the
+    turn."""
     steps.read()
     begun = time.time()
     _signal(pids, signal.SIGCONT)
     try:
-        # The step that was under way takes the time it was stopped for.
+        # Skip the step in progress, whose duration contains the time for which it was stopped.
         first = steps.wait(lambda row: row["time"] > begun, "a step of this turn")
         seconds = steps.wait_further(first, _STEPS_A_TURN)
     finally:
@@ -187,10 +189,10 @@ def measure_memory(
     events: int,
     is_tiny: bool,
 ) -> dict[str, list[Sample]]:
-    """Megabytes of a node's supervisor and of its one worker, as on a node of a cluster: nothing else shares
-    their pages.
+    """Return the megabytes of a node's supervisor and of its only worker, with no other process sharing their
+    pages.
 
-    Proportional set size: a page that n processes share counts 1/n in each.
+    This is the proportional set size: a page that n processes share counts 1/n in each.
     """
     manifest = training_manifest(num_nodes=1, is_tiny=is_tiny)
     nodes = ElasticNodes(NodesSettings(folder, manifest, 1))
@@ -234,7 +236,7 @@ def measure_memory(
 def _memory(pid: int, name: str) -> dict[str, float]:
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
     kib = {words[0].rstrip(":"): int(words[1]) for words in map(str.split, lines[1:])}
-    # What it has written to and shares with nobody; its part of read-only library files depends on who else
-    # has them open.
+    # Private_Dirty is memory that only this process has written. The share of read-only library files depends
+    # on which other processes use them.
     figures = {"Rss": kib["Rss"], "Pss": kib["Pss"], "own": kib["Private_Dirty"]}
     return {f"{name}_{key}": value * 1024 / 1e6 for key, value in figures.items()}

@@ -1,9 +1,9 @@
-"""What the recovery benchmarks train and break: groups of nodes whose processes are killed one by one, and
-the steps they write.
+"""The groups of the recovery benchmarks: nodes whose processes are killed one by one, and the steps that they
+write.
 
-A group of ours is a coordinator and ``evergrad node`` processes, forked from this warm process as ``evergrad
-run --nodes`` forks them; a stock group is torchrun agents around a store. Everything dies with this process,
-however it ends.
+A group of Evergrad is a coordinator and ``evergrad node`` processes, forked from this warm process like those
+of ``evergrad run --nodes``. A stock group is a store and torchrun agents. All processes die with this
+process.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from common import manifest, write_documents
 from evergrad_trainer.worker.processes import die_with_parent
 
 WAIT_SECONDS = 240.0
-"""A hang's bound for whatever is waited for."""
+"""Time limit for each wait, to detect a hang."""
 SAMPLES, LENGTH = 6, 64
-"""A step: six slots of one sample, so that groups of one, two and three nodes share it evenly."""
+"""A step has six slots of one sample, so that groups of one, two and three nodes share it evenly."""
 Step = dict[str, Any]
 """A finished step: step, generation, world_size, time (Unix seconds at its end), and more."""
 
@@ -41,7 +41,8 @@ class BenchmarkError(Exception):
 def training_manifest(
     *, num_nodes: int, is_tiny: bool, compile_mode: str = "off", samples: int = SAMPLES
 ) -> dict[str, Any]:
-    """The 10M model in fp32 (or one that is only for trying), a slot a sample, one thread a worker."""
+    """Return the 10M model in fp32 (or a tiny one for tests), with one slot per sample and one thread per
+    worker."""
     document = manifest("bench", shape=(samples, LENGTH))
     training = document["spec"]["training"]
     training["batching"]["microBatchSize"] = 1
@@ -59,7 +60,7 @@ def training_manifest(
 
 
 class Steps:
-    """The steps of a JSONL file, read as they are written."""
+    """The steps of a JSONL file, read while they are written."""
 
     def __init__(self, path: Path) -> None:
         self.rows: list[Step] = []
@@ -67,7 +68,7 @@ class Steps:
         self._offset = 0
 
     def read(self) -> None:
-        """Take up what has been written since."""
+        """Read the rows that were written since the last call."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -76,7 +77,7 @@ class Steps:
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         for row in map(json.loads, whole.splitlines()):
-            # A new rank 0 repeats the last step of a dead one: the same step, not one trained twice.
+            # A new rank 0 repeats the row of the last step of a dead rank 0. The step was trained only once.
             if row not in self.rows[-3:]:
                 self.rows.append(row)
 
@@ -87,7 +88,7 @@ class Steps:
         *,
         check: Callable[[], None] = lambda: None,
     ) -> Step:
-        """The first step that is ``found``. Raises BenchmarkError when it does not come."""
+        """Return the first step for which ``found`` is true. Raises BenchmarkError if it does not come."""
         deadline = time.monotonic() + WAIT_SECONDS
         seen = 0
         while True:
@@ -104,7 +105,7 @@ class Steps:
             time.sleep(0.01)
 
     def wait_further(self, row: Step, count: int) -> list[float]:
-        """Seconds of each of ``count`` steps that follow ``row`` in its group."""
+        """Return the seconds of each of the ``count`` steps that follow ``row`` in its group."""
         generation, last = row["generation"], row["step"] + count
         self.wait(
             lambda one: one["generation"] == generation and one["step"] >= last,
@@ -120,7 +121,7 @@ class Steps:
 
 
 def step_seconds(rows: list[Step]) -> list[float]:
-    """From the end of one step to the end of the next, within a group."""
+    """Return the seconds from the end of each step to the end of the next step, within a group."""
     pairs = itertools.pairwise(rows)
     return [
         b["time"] - a["time"]
@@ -130,7 +131,7 @@ def step_seconds(rows: list[Step]) -> list[float]:
 
 
 class Group(Protocol):
-    """Some nodes that train together."""
+    """Nodes that train together."""
 
     steps: Steps
 
@@ -143,9 +144,9 @@ class Group(Protocol):
 
 @contextlib.contextmanager
 def running(group: Group, *, num_nodes: int) -> Iterator[Step]:
-    """Start all nodes; the first step that all of them have done together.
+    """Start all nodes, and yield the first step that all of them have trained together.
 
-    They are ended whatever happens.
+    The nodes are ended in every case.
     """
     try:
         for index in range(num_nodes):
@@ -162,7 +163,7 @@ def running(group: Group, *, num_nodes: int) -> Iterator[Step]:
 class NodesSettings:
     """An elastic run in ``folder``.
 
-    ``extra``: more arguments of its coordinator. ``on_start``: called in each node's process.
+    ``extra``: additional arguments of its coordinator. ``on_start``: called in each node's process.
     """
 
     folder: Path
@@ -175,7 +176,7 @@ class NodesSettings:
 
 
 class ElasticNodes:
-    """A coordinator and its nodes. A node that is started again is forked from here, warm."""
+    """A coordinator and its nodes. A node that is restarted is forked from this warm process."""
 
     def __init__(self, settings: NodesSettings) -> None:
         """Start the coordinator."""
@@ -234,21 +235,21 @@ class ElasticNodes:
         self.nodes[index] = process
 
     def pid(self, index: int) -> int:
-        """Of a node's supervisor."""
+        """Return the process id of a node's supervisor."""
         pid = self.nodes[index].pid
         assert pid is not None  # noqa: S101 - it has been started
         return pid
 
     def kill(self, index: int) -> None:
-        """As a node is lost: its workers die with it."""
+        """Kill a node, as if it is lost: its workers die with it."""
         os.kill(self.pid(index), signal.SIGKILL)
 
     def terminate(self, index: int) -> None:
-        """Ask a node to leave."""
+        """Request a node to leave."""
         os.kill(self.pid(index), signal.SIGTERM)
 
     def wait_end(self, index: int) -> int:
-        """A node's exit code."""
+        """Return a node's exit code."""
         self.nodes[index].join(WAIT_SECONDS)
         code = self.nodes[index].exitcode
         if code is None:
@@ -256,7 +257,7 @@ class ElasticNodes:
         return code
 
     def close(self) -> None:
-        """End everything, by process id."""
+        """Kill all processes, by process id."""
         for process in self.nodes.values():
             if process.exitcode is None:
                 process.kill()
@@ -298,10 +299,10 @@ def _be_node(
 
 
 def be_host(index: int) -> dict[str, str]:
-    """Variables that make a process look like one of another host to NCCL, which refuses two processes of one
-    host on one device.
+    """Return variables that make a process appear to NCCL as a process of another host.
 
-    They then speak over sockets of this machine, as hosts do, and their kernels take turns on the device.
+    NCCL refuses two processes of one host on one device. They communicate through sockets of this machine,
+    like hosts, and their kernels alternate on the device.
     """
     return {
         "NCCL_HOSTID": f"host-{index}",
@@ -311,7 +312,7 @@ def be_host(index: int) -> dict[str, str]:
 
 
 def warm_up_this_process() -> None:
-    """Import what ``evergrad run --nodes`` has imported before it forks nodes."""
+    """Import what ``evergrad run --nodes`` imports before it forks nodes."""
     from transformers import AutoModelForCausalLM  # noqa: F401
 
     from evergrad_trainer.node.run import prepare_process
@@ -327,8 +328,8 @@ STOCK_SETTINGS = {
     "stock_tuned": f"{STOCK_BASE},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5",
     "stock_default": STOCK_BASE,
 }
-"""The tuned ones are the shortest that do not split a group under load; the others leave torchrun's own times
-as they are."""
+"""The tuned timers are the shortest that do not split a group under load. The default settings keep
+torchrun's own timers."""
 _STORE = """
 import signal, sys
 from torch.distributed import TCPStore
@@ -339,7 +340,7 @@ signal.sigwait([signal.SIGTERM])
 
 
 class StockNodes:
-    """torchrun agents of one worker each, and the store process between them, which none of them hosts."""
+    """torchrun agents with one worker each, and a separate process for their store."""
 
     def __init__(
         self,
@@ -378,7 +379,7 @@ class StockNodes:
         self._agents[index] = start_process(command, output=self._folder / "agents.log")
 
     def kill(self, index: int) -> None:
-        """As a pod is killed: the agent and its worker in one moment."""
+        """Kill a node like a pod: the agent and its worker at the same time."""
         agent = self._agents[index]
         pids = [agent.pid, *descendants(agent.pid)]
         for pid in pids:
@@ -387,7 +388,7 @@ class StockNodes:
         agent.wait()
 
     def close(self) -> None:
-        """End everything, by process id."""
+        """Kill all processes, by process id."""
         for index, agent in self._agents.items():
             if agent.poll() is None:
                 self.kill(index)
@@ -406,9 +407,9 @@ def start_process(
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        # For torchrun: without this its own store does not survive a change of the group.
+        # For torchrun: without this variable, its own store does not survive a change of the group.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        # Ours and theirs alike: a lost answer of the name server would cost 5 s now and then.
+        # For both sides: a lost answer of the name server would occasionally cost 5 s.
         "RES_OPTIONS": "timeout:1 attempts:1",
         **(variables or {}),
     }
@@ -426,7 +427,7 @@ def start_process(
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
-    """Kill and reap a process and what it has started."""
+    """Kill and reap a process and its descendants."""
     if process.poll() is None:
         for pid in descendants(process.pid):
             with contextlib.suppress(ProcessLookupError):
@@ -436,7 +437,7 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids below a process, its children first."""
+    """Return the process ids of all descendants of a process, its children first."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -448,7 +449,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on right now."""
+    """Return a port on which no process listens at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Writes argocd-cm.yaml, which teaches an Argo CD what a TrainingRun is, from the scripts in
+"""Writes argocd-cm.yaml, which defines the kind TrainingRun for Argo CD, from the scripts in
 resource_customizations/."""
 
 import sys
@@ -17,7 +17,7 @@ HEADER = """\
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as they are in their files."""
+    """Writes multi-line texts as they are in their files."""
 
 
 def _write_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
@@ -33,7 +33,7 @@ def _dump(value: Any) -> str:
 
 
 def build_text() -> str:
-    """The ConfigMap's text."""
+    """Return the ConfigMap's text."""
     actions = {
         "discovery.lua": (SCRIPTS / "actions/discovery.lua").read_text("utf-8"),
         "definitions": [
@@ -46,7 +46,7 @@ def build_text() -> str:
             "utf-8"
         ),
         f"resource.customizations.actions.{KEY}": _dump(actions),
-        # The status is written every ten seconds; health is looked at all the same.
+        # The status changes every 10 s. Argo CD still evaluates the health.
         f"resource.customizations.ignoreResourceUpdates.{KEY}": _dump(
             {"jsonPointers": ["/status"]}
         ),
