@@ -1,8 +1,8 @@
-"""``make gpu-check``: what can only be seen on an accelerator, each part in a process of its own.
+"""``make gpu-check``: checks that need an accelerator, each part in its own process.
 
-Writes ``results/gpu.json`` and ``results/gpu.md``. Exit code: 0 all parts passed, 1 one did not, 69 there is
-no accelerator here, and nothing was checked. ``--device cpu`` runs the same parts on the CPU with tiny models
-and gloo, which tests this program and says nothing about accelerators.
+Writes ``results/gpu.json`` and ``results/gpu.md``. Exit code: 0 if all parts passed, 1 if one failed, 69 if
+there is no accelerator and nothing was checked. ``--device cpu`` runs the same parts on the CPU with tiny
+models and gloo, which tests this program but not an accelerator.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from gpu_parts import PREFIX
 
 RESULTS = Path(__file__).with_name("results")
 NO_DEVICE = 69
-"""sysexits' EX_UNAVAILABLE."""
+"""EX_UNAVAILABLE of sysexits."""
 PARTS: dict[str, Callable[[str, bool], list[Row]]] = {
     "environment": gpu_parts.check_environment,
     "precision": gpu_parts.check_precisions,
@@ -46,7 +46,8 @@ PARTS: dict[str, Callable[[str, bool], list[Row]]] = {
 
 
 def run_part(name: str, *, device: str, is_tiny: bool, seconds: float) -> dict[str, Any]:
-    """One part in a process of its own: an error of a device spoils whatever the process does afterwards."""
+    """Run one part in its own process: an error of a device breaks everything that the process does
+    afterwards."""
     begun = time.perf_counter()
     command = [sys.executable, __file__, "--device", device, "--part", name]
     command += ["--tiny"] if is_tiny else []
@@ -66,7 +67,7 @@ def run_part(name: str, *, device: str, is_tiny: bool, seconds: float) -> dict[s
 
 
 def to_markdown(document: dict[str, Any]) -> str:
-    """The results for people."""
+    """Return the results as Markdown."""
     lines = [
         "# Checks on an accelerator",
         "",
@@ -90,7 +91,7 @@ def to_markdown(document: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all parts, or those that were named."""
+    """Run all parts, or the parts that the arguments name."""
     parser = _build_parser()
     options = parser.parse_args(arguments)
     if options.rank_of_world:
@@ -123,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         print("passed" if part["passed"] else f"failed: {part['error']}", flush=True)
         print_rows([Row(**row) for row in part["rows"]])
-        # After each: whoever has a device for minutes keeps what was found in them.
+        # Write after each part, so that results are kept if the device is available only for a short time.
         options.results.mkdir(parents=True, exist_ok=True)
         (options.results / "gpu.json").write_text(
             json.dumps(document, indent=1) + "\n", encoding="utf-8"
@@ -157,7 +158,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _be_part(name: str, device: str, *, is_tiny: bool) -> None:
-    """Be the process of one part: its result is a line of the output."""
+    """Run one part in this process, and print its result as one line."""
     found: dict[str, Any]
     try:
         rows = PARTS[name](device, is_tiny)

@@ -1,7 +1,7 @@
-"""The parts of ``gpu_check.py`` that look at one process, or at two: arithmetic, memory, groups and speed.
+"""The parts of ``gpu_check.py`` that need one or two processes: arithmetic, memory, groups and speed.
 
-Each is called as ``part(device, is_tiny)`` in a process of its own, returns its rows, and raises
-CheckFailedError where the device does not show what it must.
+Each part is called as ``part(device, is_tiny)`` in its own process, and returns its rows. It raises
+CheckFailedError if the device does not show the expected behaviour.
 """
 
 import gc
@@ -17,22 +17,22 @@ from typing import Any
 from common import Row
 
 PREFIX = "gpu-check: "
-"""Begins the line of a part's result; libraries may print before and after it."""
+"""Prefix of the line with a part's result, because libraries may print other lines."""
 _WORLD_SECONDS = 60
 
 
 class CheckFailedError(Exception):
-    """A part did not show what it must show."""
+    """A part did not show the expected behaviour."""
 
 
 def require(is_right: bool, what: str) -> None:
-    """Raise CheckFailedError with ``what`` unless it ``is_right``."""
+    """Raise CheckFailedError with ``what`` unless ``is_right``."""
     if not is_right:
         raise CheckFailedError(what)
 
 
 def check_environment(device: str, is_tiny: bool) -> list[Row]:
-    """Name, memory and versions; nothing can fail here but the device itself."""
+    """Report name, memory and versions. Only the device itself can fail here."""
     import torch
 
     rows = [Row("environment", "torch", 0.0, "", note=torch.__version__)]
@@ -60,13 +60,14 @@ def check_environment(device: str, is_tiny: bool) -> list[Row]:
 
 
 def check_precisions(device: str, is_tiny: bool) -> list[Row]:
-    """From the same weights, the curve of each precision stays near that of fp32 on the CPU."""
+    """Check that each precision's loss curve stays near the fp32 curve on the CPU, from the same weights."""
     weights = _build("cpu", "fp32", compiled=False)[0].model.state_dict()
     weights = {name: value.clone() for name, value in weights.items()}
     reference = _curve("cpu", "fp32", compiled=False)
     rows = []
     for precision, tolerance in {"fp32": 1e-3, "bf16-autocast": 0.02, "bf16": 0.05}.items():
-        # torch draws other numbers in another type, which would be another model.
+        # Start from the same weights: torch draws other numbers in another dtype, which would be another
+        # model.
         curve = _curve(device, precision, compiled=False, weights=weights)
         worst = max(abs(one - other) for one, other in zip(curve, reference, strict=True))
         rows.append(
@@ -85,7 +86,7 @@ def check_precisions(device: str, is_tiny: bool) -> list[Row]:
 
 
 def check_compile(device: str, is_tiny: bool) -> list[Row]:
-    """A compiled model has the same curve, and blocks that are alike share their graphs."""
+    """Check that a compiled model has the same curve, and that equal blocks share their graphs."""
     import torch
 
     plain = _curve(device, "bf16-autocast", compiled=False)
@@ -105,8 +106,8 @@ def check_compile(device: str, is_tiny: bool) -> list[Row]:
 
 
 def check_offload(device: str, is_tiny: bool) -> list[Row]:
-    """Inputs of blocks that wait in host memory give the gradients of those that stay, and leave the
-    device's memory."""
+    """Check that inputs of blocks in host memory give the same gradients, and do not use the device's
+    memory."""
     import torch
 
     ids = torch.arange(256, device=device).reshape(1, 256)
@@ -115,7 +116,7 @@ def check_offload(device: str, is_tiny: bool) -> list[Row]:
         machinery, stage = _build(
             device, "bf16-autocast", compiled=False, recomputation=mode
         )
-        # The model of the mode before is held by circles of references.
+        # Reference cycles keep the model of the previous mode.
         gc.collect()
         before = torch.cuda.memory_allocated() if device == "cuda" else 0
         with machinery.autocast():
@@ -138,7 +139,7 @@ def check_offload(device: str, is_tiny: bool) -> list[Row]:
 
 
 def check_fsdp2(device: str, is_tiny: bool) -> list[Row]:
-    """FSDP2 in a world of one device: the same first loss as the whole model, gradients in fp32."""
+    """Check FSDP2 in a world of one device: the same first loss as the whole model, and gradients in fp32."""
     import torch
     import torch.distributed as dist
 
@@ -173,7 +174,7 @@ def check_fsdp2(device: str, is_tiny: bool) -> list[Row]:
 
 
 def check_world(device: str, is_tiny: bool) -> list[Row]:
-    """Two processes sum a tensor: as they are, which NCCL may refuse on one device, and as two hosts."""
+    """Let two processes sum a tensor: directly, which NCCL may refuse on one device, and as two hosts."""
     rows = []
     for name, as_hosts in (("as they are", False), ("as two hosts", True)):
         found = _sum_of_two(device, as_hosts=as_hosts)
@@ -190,7 +191,8 @@ def check_world(device: str, is_tiny: bool) -> list[Row]:
 
 
 def _sum_of_two(device: str, *, as_hosts: bool) -> dict[str, Any]:
-    """Let two processes sum a tensor; ``sum`` and ``seconds`` of the first, or why they were ``refused``."""
+    """Let two processes sum a tensor. Returns ``sum`` and ``seconds`` of the first, or the reason
+    ``refused``."""
     from elastic_nodes import be_host, free_port
 
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -223,7 +225,7 @@ def _sum_of_two(device: str, *, as_hosts: bool) -> dict[str, Any]:
 
 
 def be_rank_of_world(device: str) -> None:
-    """Be one of the two, and end."""
+    """Run one of the two processes, and exit."""
     import torch
     import torch.distributed as dist
 
@@ -247,7 +249,7 @@ def be_rank_of_world(device: str) -> None:
 
 
 def check_abort(device: str, is_tiny: bool) -> list[Row]:
-    """Groups are aborted from another thread, twice over, and formed again in the same process."""
+    """Check that groups are aborted from another thread twice, and formed again in the same process."""
     import threading
 
     import torch
@@ -292,7 +294,7 @@ def check_abort(device: str, is_tiny: bool) -> list[Row]:
 
 
 def check_staging(device: str, is_tiny: bool) -> list[Row]:
-    """A state is copied to the host with its bits, and how fast."""
+    """Check that a state is copied to the host bit by bit, and measure the speed."""
     import torch
 
     from evergrad_trainer.checkpoint.staging import HostStager
@@ -324,9 +326,9 @@ def check_staging(device: str, is_tiny: bool) -> list[Row]:
 def check_speed(
     device: str, is_tiny: bool, *, parameters: str, is_compiled: bool
 ) -> list[Row]:
-    """Tokens/s in bf16 beside a hand-written loop and transformers' Trainer.
+    """Measure tokens/s in bf16, compared with a hand-written loop and transformers' Trainer.
 
-    All three are on the device at once: 35 GiB each at 1B.
+    All three are on the device at the same time: 35 GiB each with 1B parameters.
     """
     import training_speed
 
@@ -359,7 +361,7 @@ def _curve(
     steps: int = 4,
     weights: Mapping[str, Any] | None = None,
 ) -> list[float]:
-    """Losses of some steps of the 10M model, from its own first weights or from those given."""
+    """Return the losses of some steps of the 10M model, from its own initial weights or from ``weights``."""
     import torch
 
     machinery, stage = _build(device, precision, compiled=compiled)
@@ -381,7 +383,7 @@ def _curve(
 def _build(
     device: str, precision: str, *, compiled: bool, recomputation: str = "none"
 ) -> tuple[Any, Any]:
-    """The 10M model, built and compiled as a run builds it, and the stage that it trains."""
+    """Return the 10M model, built and compiled as in a run, and the stage that it trains."""
     import torch
     from common import build_training, open_without_data
 

@@ -1,5 +1,5 @@
-"""The parts of ``gpu_check.py`` that are whole runs on the device: stopped and resumed, with nodes that are
-lost, and how much memory a step takes beside what is calculated."""
+"""The parts of ``gpu_check.py`` that are whole runs on the device: a run that is stopped and resumed, runs
+with lost nodes, and the memory of a step compared with the calculated memory."""
 
 import json
 import os
@@ -26,13 +26,13 @@ from elastic_nodes import (
 from gpu_parts import require
 
 _SECONDS = 120
-"""Longest wait for a step, or for a command."""
+"""Time limit for a step or a command."""
 _CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 _LOG_CHARACTERS = 3000
 
 
 def check_run(device: str, is_tiny: bool) -> list[Row]:
-    """``evergrad run``, stopped by SIGTERM and begun again, has the bits of one that was left alone."""
+    """Check that a run stopped by SIGTERM and resumed has the same bits as an undisturbed run."""
     with tempfile.TemporaryDirectory(prefix="evergrad-gpu-") as name:
         folder = Path(name)
         document = manifest("gpu", shape=(2, 64) if is_tiny else (8, 256))
@@ -82,7 +82,7 @@ _EVERGRAD = [sys.executable, "-m", "evergrad_cli"]
 
 
 def _run(folder: Path, name: str, *, stop_at: int | None = None) -> int:
-    """Train into ``name``; with ``stop_at`` SIGTERM is sent behind that step. The exit code."""
+    """Train into ``name``; with ``stop_at``, send SIGTERM after that step. Returns the exit code."""
     with (folder / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(
             [*_EVERGRAD, "run", "run.yaml", "--run-directory", name],
@@ -110,8 +110,8 @@ def _run(folder: Path, name: str, *, stop_at: int | None = None) -> int:
 
 
 def check_recovery(device: str, is_tiny: bool) -> list[Row]:
-    """Three nodes: one is killed, one comes, a worker is killed, one is asked to leave. Sums are exact, so
-    that each loss has the bits of a single node's that nothing happened to."""
+    """Kill one of three nodes, add a node, kill a worker, and request a node to leave. Sums are exact, so
+    each loss has the same bits as in an undisturbed run on a single node."""
     os.environ |= _CUBLAS
     elastic_nodes.WAIT_SECONDS = _SECONDS
     elastic_nodes.warm_up_this_process()
@@ -144,7 +144,7 @@ def check_recovery(device: str, is_tiny: bool) -> list[Row]:
 def _disturb(
     folder: Path, document: dict[str, Any]
 ) -> tuple[list[Step], dict[str, tuple[float, str]]]:
-    """All finished steps, and the seconds that each event took."""
+    """Return all finished steps, and the seconds of each event."""
     nodes = ElasticNodes(NodesSettings(folder, document, recovery_inprocess.NUM_NODES))
     try:
         with running(nodes, num_nodes=recovery_inprocess.NUM_NODES) as first:
@@ -174,7 +174,7 @@ def _disturb(
 
 
 def check_memory(device: str, is_tiny: bool) -> list[Row]:
-    """The peak of a step beside what preflight calculates for it."""
+    """Compare the peak memory of a step with the memory that preflight calculates."""
     import torch
 
     from evergrad_trainer.models.build import plan_model
@@ -219,7 +219,8 @@ def check_memory(device: str, is_tiny: bool) -> list[Row]:
 
 
 def _peak_of_steps(training: Any, device: str) -> tuple[float, float]:
-    """GiB that tensors took at most in three steps, and that the process holds besides; zeros on a CPU."""
+    """Return the peak GiB of tensors in three steps, and the additional GiB of the process; zeros on a
+    CPU."""
     import gc
 
     import torch

@@ -1,7 +1,7 @@
-"""The recipe ``latent_edit`` with states that are kept, beside states that are made in each step.
+"""The recipe ``latent_edit`` with stored states, compared with states that are computed in each step.
 
-Both train the same predictor on the same items of one corpus in one process, with the same bits, and take
-turns of a step. The states are computed before; what that takes is a row of its own.
+Both train the same predictor on the same items of one corpus in one process, with the same bits, and
+alternate after each step. The stored states are computed before; the time for this is a separate row.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from evergrad_trainer.training.exchange import NUM_FLAGS
 
 CACHED, LIVE = "cached", "live"
 ITEMS = 32
-"""A step has two slots of half of them."""
+"""Items of a step. A step has two slots with half of the items each."""
 _MAKE_CORPUS = Path(__file__).resolve().parents[2] / "examples/latent-edit/make_corpus.py"
 _WARM_UP = 1
 _NO_TEXT = Prepared(
@@ -37,7 +37,7 @@ _NO_TEXT = Prepared(
 
 
 def build_recipe(features: str) -> Training:
-    """An encoder of 3M parameters and a predictor of 1M."""
+    """Return a recipe with an encoder of 3M parameters and a predictor of 1M."""
     return Training.model_validate(
         {
             "recipe": "latent_edit",
@@ -65,7 +65,7 @@ def build_recipe(features: str) -> Training:
 
 
 def build_turn(features: str, folder: Path) -> Callable[[], None]:
-    """A step of Evergrad's, as ``evergrad run`` builds it."""
+    """Return a step of Evergrad, built as in ``evergrad run``."""
     training = build_recipe(features)
     opened = open_recipe(training, _NO_TEXT, folder, prepared_directory=folder / "prepared")
     world = World(generation=1, rank=0, size=1, device=torch.device("cpu"))
@@ -81,7 +81,7 @@ def build_turn(features: str, folder: Path) -> Callable[[], None]:
 
 
 def measure(*, rounds: int = 10) -> list[Row]:
-    """Items/s of both, turn by turn, and their ratio."""
+    """Return items/s of both, measured in turns, and their ratio."""
     what = "latent_edit, 96 bases, a 3M encoder, fp32, CPU"
     set_threads(2)
     seconds: dict[str, list[float]] = {CACHED: [], LIVE: []}
@@ -94,7 +94,7 @@ def measure(*, rounds: int = 10) -> list[Row]:
         preparing = time.perf_counter() - begun
         turns[LIVE] = build_turn(LIVE, folder)
         for number in range(rounds + _WARM_UP):
-            # The one that comes second finds other caches of the processor: the two change places.
+            # Alternate the order, because the second finds other contents in the processor's caches.
             for kind in list(turns)[:: -1 if number % 2 else 1]:
                 begun = time.perf_counter()
                 turns[kind]()

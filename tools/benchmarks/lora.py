@@ -1,9 +1,9 @@
-"""Adapters of rank 8 of a 50M Llama: Evergrad beside peft under transformers' Trainer.
+"""Adapters of rank 8 of a 50M Llama: Evergrad compared with peft under transformers' Trainer.
 
-Both train the same adapters, one beside each linear layer, on samples of the same length, with fused AdamW
-and clipping. Each is a process of its own, Evergrad's with huge pages, as ``evergrad run`` begins. Speed:
-turns of some steps, and they change places each turn. Memory: the kernel's peak of a process that trains one
-turn (``VmHWM``), Python and torch included, with what that side imports.
+Both train the same adapters, one for each linear layer, on samples of the same length, with fused AdamW and
+clipping. Each side is a separate process; Evergrad's uses huge pages, like ``evergrad run``. Speed: turns of
+some steps, with alternating order. Memory: the kernel's peak of a process that trains one turn (``VmHWM``),
+including Python, torch and the imports of that side.
 """
 
 import argparse
@@ -32,21 +32,21 @@ from evergrad_trainer.training.exchange import NUM_FLAGS
 SLOTS, SAMPLES, LENGTH = 2, 2, 256
 RANK = 8
 TURN = 3
-"""Steps of a turn; the first one of each turn does not count."""
+"""Steps of a turn; the first step of each turn does not count."""
 EVERGRAD, TRAINER = "evergrad", "Trainer with peft"
 Turn = Callable[[], float]
-"""Trains the steps of a turn, and returns the seconds of those that count."""
+"""Trains the steps of a turn, and returns the seconds of the steps that count."""
 
 
 def build_recipe() -> Training:
-    """``spec.training`` of the adapters."""
+    """Return ``spec.training`` of the adapters."""
     plain = build_training(parameters="50M", shape=(SLOTS * SAMPLES, LENGTH))
     lora = Lora.model_validate({"rank": RANK})
     return plain.model_copy(update={"model": plain.model.model_copy(update={"lora": lora})})
 
 
 def evergrad_turn(opened: Opened, training: Training, folder: Path) -> Turn:
-    """Evergrad's own step, as ``evergrad run`` builds it."""
+    """Return a turn of Evergrad's own steps, built as in ``evergrad run``."""
     del folder
     world = World(generation=1, rank=0, size=1, device=torch.device("cpu"))
     plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
@@ -67,7 +67,7 @@ def evergrad_turn(opened: Opened, training: Training, folder: Path) -> Turn:
 
 
 def trainer_turn(opened: Opened, training: Training, folder: Path) -> Turn:
-    """Some steps of transformers' Trainer on the same model with peft's own adapters."""
+    """Return a turn of transformers' Trainer on the same model with peft's own adapters."""
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -89,7 +89,7 @@ def trainer_turn(opened: Opened, training: Training, folder: Path) -> Turn:
     )
     model: Any = get_peft_model(build_model(plan, seed=0, precision="fp32"), config)
     stream = opened.data.train
-    # In memory: it would not read by our stream, so that its cost must not be its own.
+    # Keep the samples in memory, because the Trainer would not read with Evergrad's stream.
     tensors = [
         stream.slot(step, slot).tensors for step in range(1, 9) for slot in range(SLOTS)
     ]
@@ -143,7 +143,7 @@ def _peak_bytes(kind: str) -> float:
 
 
 def _serve(kind: str) -> None:
-    """Be one side: answer each turn with its tokens/s."""
+    """Run one side: answer each turn with its tokens/s."""
     turns = Turns()
     set_threads(2)
     training = build_recipe()
@@ -155,7 +155,7 @@ def _serve(kind: str) -> None:
 
 
 def measure(*, rounds: int = 8) -> list[Row]:
-    """Tokens/s and peaks of both, and their ratios."""
+    """Return tokens/s and peaks of both sides, and their ratios."""
     what = "LoRA of rank 8, 50M Llama, fp32, CPU"
     with start_sides(tuple(TURNS), __file__, []) as sides:
         speeds = take_turns(sides, num_turns=rounds)
@@ -163,7 +163,7 @@ def measure(*, rounds: int = 8) -> list[Row]:
         own / other for own, other in zip(speeds[EVERGRAD], speeds[TRAINER], strict=True)
     ]
     low, high = interval_of_median(ratios)
-    # Each in a process of its own: what one has allocated once, the kernel counts for ever.
+    # Use separate processes, because the peak of a process never decreases.
     peaks = {kind: _peak_bytes(kind) for kind in TURNS}
     return [
         *(

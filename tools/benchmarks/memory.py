@@ -1,5 +1,5 @@
-"""Peak resident memory of training a 50M Llama: Evergrad's step against a hand-written loop, each in its own
-process."""
+"""Peak resident memory of training a 50M Llama: Evergrad's step compared with a hand-written loop, each in
+its own process."""
 
 import argparse
 import statistics
@@ -46,9 +46,9 @@ def _peak_bytes(kind: str) -> float:
 
 
 def measure(*, rounds: int = 3) -> list[Row]:
-    """Median peaks, and their ratio."""
+    """Return the median peaks, and their ratio."""
     peaks: dict[str, list[float]] = {"evergrad": [], "hand loop": []}
-    # Each in a process of its own: what one has allocated once, the kernel counts for ever.
+    # Use separate processes, because the peak of a process never decreases.
     for _ in range(rounds):
         for kind, values in peaks.items():
             values.append(_peak_bytes(kind))

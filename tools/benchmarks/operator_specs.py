@@ -1,9 +1,9 @@
-"""What the manifest's models cost the operator: processor time and memory a run, at 1,000 runs, and a pass
-over each.
+"""The cost of the manifest's models in the operator: processor time and memory per run with 1,000 runs, and
+the time of a pass over each.
 
     python tools/benchmarks/operator_specs.py [--runs 1000]
 
-No cluster is needed. `cluster_scale.py` measures the whole operator beside an API server.
+No cluster is needed. `cluster_scale.py` measures the whole operator with an API server.
 """
 
 import argparse
@@ -19,13 +19,13 @@ MANIFEST = Path(__file__).resolve().parents[2] / "tests/unit/manifest/base_manif
 
 
 def resident_mebibytes() -> float:
-    """Memory of this process."""
+    """Return the memory of this process in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096 / 2**20
 
 
 def make_runs(number: int) -> list[dict[str, Any]]:
-    """Runs as the API server has them, each with texts of its own."""
+    """Return runs in the form of the API server, each with its own text objects."""
     file = json.dumps(yaml.safe_load(MANIFEST.read_text()))
     runs = [json.loads(file) for _ in range(number)]
     for index, run in enumerate(runs):
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1000)
     number: int = parser.parse_args().runs
 
-    # What a process has before the manifest's package: interpreter, client and framework.
+    # Measure the memory before the manifest's package is imported: interpreter, client and framework.
     import evergrad_operator.edge.service  # noqa: F401 - its imports are measured with the rest
     from evergrad_operator.core.observe.spec import SpecCache
 
@@ -55,7 +55,7 @@ def main() -> None:
     gc.collect()
     before = resident_mebibytes()
 
-    # The first pass parses and validates each run, as the operator does at its start.
+    # The first pass parses and validates each run, like the start of the operator.
     started = time.process_time()
     for run in runs:
         cache.parse(run)
@@ -63,7 +63,7 @@ def main() -> None:
     gc.collect()
     kept = resident_mebibytes() - before
 
-    # Every later pass of the same generation finds what is known.
+    # A later pass over the same generation uses the stored result.
     started = time.process_time()
     for run in runs:
         cache.parse(run)

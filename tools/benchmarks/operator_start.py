@@ -1,11 +1,11 @@
-"""What a start over many runs costs the operator, compared with an earlier commit: processor time of the
-first pass, memory of the cache, a scrape, and the age of what is known of a run's progress.
+"""The cost of the operator's start with many runs, compared with an earlier commit: processor time of the
+first pass, memory of the cache, time of a scrape, and the age of the progress that it shows.
 
     python tools/benchmarks/operator_start.py [--commit 10950962] [--runs 10000] [--passes 150] [--rounds 5]
 
-No cluster is needed. Both trees are measured in one run, in turns, each in processes of its own: the
-reconciler over the tests' fake API server, the cache over generated lists, and polls and probes by a virtual
-clock. Not measured here: kopf's own memory, and the time of requests.
+No cluster is needed. Both trees are measured in one call, in turns, each in separate processes: the
+reconciler with the tests' fake API server, the cache with generated lists, and polls and probes with a
+virtual clock. The memory of kopf and the time of requests are not measured.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = 500
-"""Objects in a page of a list, as the operator asks for."""
+"""Objects in a page of a list, as the operator requests them."""
 NODES = (1, 2)
-"""Nodes of runs in turn; with a coordinator each, 10,000 runs have 25,000 pods."""
+"""Numbers of nodes of the runs, in turn. With one coordinator each, 10,000 runs have 25,000 pods."""
 MANAGED_BYTES = 3000
 """Size of an object's managed fields, which an API server adds."""
 NAME = "zzrunzz"
-"""Name of the run that others are copies of: no other text contains it."""
+"""Name of the run that is copied. No other text contains it."""
 PARTS = ("passes", "memory", "scrape", "polls", "probes")
 
 
@@ -38,7 +38,7 @@ PARTS = ("passes", "memory", "scrape", "polls", "probes")
 
 
 def measure_passes(runs: int) -> dict[str, float]:
-    """Milliseconds of processor time of the first and of a later pass over a settled run.
+    """Return the milliseconds of processor time of the first pass and of a later pass over a settled run.
 
     A pass over a settled run writes nothing, so that no time of the fake API server is counted.
     """
@@ -54,7 +54,7 @@ def measure_passes(runs: int) -> dict[str, float]:
     for _ in range(3):
         for key in keys:
             simulation.settle(key)
-        # Some parts of a status are written a while later.
+        # Some parts of a status are written later, so advance the clock.
         simulation.now += 120
     simulation.start_operator()
 
@@ -75,7 +75,8 @@ def measure_passes(runs: int) -> dict[str, float]:
 
 
 def make_templates() -> dict[str, list[list[dict[str, Any]]]]:
-    """Objects of one trained run for each number of nodes: runs, pods, claims and other children."""
+    """Return the objects of one trained run for each number of nodes: runs, pods, claims and other
+    children."""
     from fake_kubernetes.simulation import Simulation
 
     key = ("ns", NAME)
@@ -103,7 +104,7 @@ def make_templates() -> dict[str, list[list[dict[str, Any]]]]:
 
 
 class Lists:
-    """Answers lists of everything as an API server does, page by page."""
+    """Answers lists of all objects page by page, like an API server."""
 
     def __init__(self, runs: int) -> None:
         self.runs = runs
@@ -135,7 +136,7 @@ class Lists:
 
 
 def read_memory(field: str) -> float:
-    """MiB of this process: ``VmRSS`` now, ``VmHWM`` at most until now."""
+    """Return the MiB of this process: ``VmRSS`` is the current value, and ``VmHWM`` the maximum."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) / 1024
@@ -143,7 +144,7 @@ def read_memory(field: str) -> float:
 
 
 def measure_memory(runs: int) -> dict[str, float]:
-    """MiB and seconds of two lists of everything, the second as at a resync, and of the specs."""
+    """Return MiB and seconds of two lists of all objects, the second like a resync, and of the specs."""
     import evergrad_operator.edge.service  # noqa: F401 - its imports are measured with the rest
     from evergrad_operator.core.objects.config import Config
     from evergrad_operator.core.observe.profiles import NO_PROFILE
@@ -178,7 +179,8 @@ def measure_memory(runs: int) -> dict[str, float]:
 
 
 def measure_scrape(runs: int) -> dict[str, float]:
-    """Microseconds a run that a scrape stops the event loop, after one run of a hundred has changed."""
+    """Return the microseconds per run for which a scrape blocks the event loop, after 1 % of the runs have
+    changed."""
     from evergrad_operator.edge.api.kube import Kube
     from evergrad_operator.edge.api.transport import OpenGate
     from evergrad_operator.edge.cache.cache import InformerCache
@@ -209,7 +211,7 @@ def measure_scrape(runs: int) -> dict[str, float]:
 
 
 def measure_polls(runs: int) -> dict[str, float]:
-    """Longest time, in seconds of a virtual clock, between two polls of one coordinator."""
+    """Return the longest time between two polls of the same coordinator, in seconds of a virtual clock."""
     import virtual_time
 
     from evergrad_operator.edge.reconcile.coordinator_poller import (
@@ -236,7 +238,7 @@ def measure_polls(runs: int) -> dict[str, float]:
         end = loop.time()
         await coordinators.close()
         await task
-        # The first poll of each comes as soon as it is followed.
+        # Each coordinator is polled for the first time as soon as it is followed.
         return max(
             later - earlier
             for times in asked.values()
@@ -247,9 +249,10 @@ def measure_polls(runs: int) -> dict[str, float]:
 
 
 def measure_probes(runs: int, *, pass_seconds: float) -> dict[str, float]:
-    """Liveness probes, one every 10 s of a virtual clock, that fail while each run has its first pass.
+    """Return the number of failed liveness probes during the first pass over each run.
 
-    ``pass_seconds``: of one pass, as measured; passes take turns, since they share one thread.
+    Probes are sent every 10 s of a virtual clock. ``pass_seconds``: measured duration of one pass; passes run
+    one after another, because they share one thread.
     """
     import virtual_time
 
@@ -290,11 +293,11 @@ def measure_probes(runs: int, *, pass_seconds: float) -> dict[str, float]:
 
 
 class Tree:
-    """A checkout whose packages are found before those that are installed."""
+    """A checkout whose packages take precedence over the installed packages."""
 
     def __init__(self, name: str, root: Path, scratch: Path) -> None:
         self.name = name
-        # Links in a folder of their own: neither the root nor operator/ may be on the import path.
+        # Use links in a separate folder, because neither the root nor operator/ may be on the import path.
         packages = scratch / f"{name}-packages"
         packages.mkdir()
         for package in root.glob("*/evergrad_*"):
@@ -328,7 +331,7 @@ def compare(arguments: argparse.Namespace) -> int:
             subprocess.run(unpack, stdin=packed.stdout, check=True)
         trees = [Tree("now", ROOT, folder), Tree("then", earlier, folder)]
 
-        # In turns: the machine may be busier at one time than at another.
+        # Measure in turns, because other load on the machine changes over time.
         passes: dict[str, list[float]] = {tree.name: [] for tree in trees}
         for _ in range(arguments.rounds):
             for tree in trees:

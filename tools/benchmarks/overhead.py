@@ -1,5 +1,5 @@
-"""What data and metrics cost, as shares of a step: a real ``evergrad run`` of the 10M model, and its
-observers by themselves."""
+"""The cost of data and metrics as shares of a step: in a real ``evergrad run`` of the 10M model, and of its
+observers alone."""
 
 import argparse
 import io
@@ -19,7 +19,7 @@ from evergrad_trainer.run.directory import RunDirectory
 
 
 def run_rows(folder: Path, *, steps: int) -> list[dict[str, float]]:
-    """The metrics of ``evergrad run``, without its first two steps."""
+    """Return the metrics of ``evergrad run``, without its first two steps."""
     write_documents(folder / "documents.jsonl")
     (folder / "run.yaml").write_text(json.dumps(manifest("bench")))
     command = [
@@ -44,7 +44,7 @@ def observer_seconds(
     *,
     records: int,
 ) -> float:
-    """Seconds a step of all observers that ``evergrad run`` has with a Prometheus endpoint, over many
+    """Return the seconds per step of all observers of ``evergrad run`` with a Prometheus endpoint, over many
     records."""
     directory = RunDirectory(folder / "observed")
     directory.create()
@@ -87,7 +87,7 @@ def observer_seconds(
 
 
 def measure(*, steps: int = 20, records: int = 5000) -> list[Row]:
-    """Shares of the median step."""
+    """Return shares of the median step."""
     with tempfile.TemporaryDirectory() as name:
         rows = run_rows(Path(name), steps=steps)
         metrics = observer_seconds(Path(name), rows[-1], records=records)

@@ -1,15 +1,15 @@
-"""Share of the reduction of gradients that is hidden behind the backward pass, in a world of two.
+"""Share of the gradient reduction that is hidden behind the backward pass, in a world of two.
 
-Three ways to compile: not at all, block by block as the trainer does it, and the whole model as one graph.
+Measures three ways to compile: not at all, block by block like the trainer, and the whole model as one graph.
 
 ``measure`` starts this file twice, as the two ranks. Two processes hold the 10M Llama and sum its gradients
-in the trainer's own buckets. A step takes two turns: one begins each sum as soon as its gradients are there,
-one begins all of them after the backward pass. What is left to wait for after the backward pass, divided by
-what there is to wait for where nothing was begun under it, is the exposed share; the rest is hidden.
+in the trainer's own buckets. Two kinds of steps alternate: one begins each sum as soon as its gradients
+exist, the other begins all sums after the backward pass. The exposed share is the wait after the backward
+pass in the first kind, divided by the wait in the second kind; the rest is hidden.
 
-Two links: gloo over this machine's loopback, whose work takes the same cores as the backward pass; and a
-paced one, which takes no core and moves nothing, but lets a bucket arrive when a link of fixed bandwidth
-would have (the whole sum takes half a backward pass).
+There are two links: gloo over this machine's loopback, whose work uses the same cores as the backward pass,
+and a simulated link, which uses no core and moves nothing, but lets a bucket arrive when a link of fixed
+bandwidth would have delivered it (the whole sum takes half of a backward pass).
 """
 
 import argparse
@@ -28,12 +28,12 @@ from common import Row, interval_of_median, model_config, print_rows
 _LENGTH, _SAMPLES = 256, 2
 _WARM_UP = 2
 MODES = ("off", "blocks", "whole")
-"""Of compilation: none, block by block as the trainer does it, and the whole model as one graph as it did
-before."""
+"""Ways to compile: none, block by block like the trainer, and the whole model as one graph, as in earlier
+versions."""
 
 
 def measure(*, rounds: int = 12, modes: tuple[str, ...] = MODES) -> list[Row]:
-    """Medians over steps of the hidden share, for each way to compile and each link."""
+    """Return medians over steps of the hidden share, for each way to compile and each link."""
     rows = []
     for mode in modes:
         for link, turns in _both_ranks(mode, rounds).items():
@@ -97,8 +97,8 @@ def _both_ranks(
 
 
 def _paced_transport() -> Any:
-    """A transport whose sums end when a link of ``seconds_per_byte`` would have carried them, one after the
-    other."""
+    """Return a transport whose sums end one after another, when a link of ``seconds_per_byte`` would have
+    finished."""
     from evergrad_trainer.distributed.transports import GlooTransport
 
     class Arrival:
@@ -142,7 +142,7 @@ def _be_rank(mode: str, rounds: int) -> None:
         "paced link": lambda: paced,
     }
 
-    # Both kinds of a step in each round, first the one and then the other.
+    # Run both kinds of steps in each round, in alternating order.
     results: dict[str, list[Any]] = {name: [] for name in links}
     for number in range(rounds + _WARM_UP):
         for name, make in links.items():
@@ -151,7 +151,7 @@ def _be_rank(mode: str, rounds: int) -> None:
                 dist.barrier()
                 turns[is_begun_under] = steps.run(make(), is_begun_under=is_begun_under)
             results[name].append((turns[True], turns[False]))
-            # The link is as fast as the machine is just now: a sum takes half a backward pass.
+            # Adapt the link to the current speed of the machine: a sum takes half of a backward pass.
             paced.seconds_per_byte = 0.5 * turns[False]["backward"] / steps.gradient_bytes
 
     if dist.get_rank() == 0:
@@ -189,7 +189,7 @@ class _Steps:
         self._ids = torch.randint(0, 256, (_SAMPLES, _LENGTH))
 
     def run(self, transport: Any, *, is_begun_under: bool) -> dict[str, float]:
-        """Seconds of a step, of its backward pass, and of what is left to wait for."""
+        """Return the seconds of a step, of its backward pass, and of the remaining wait."""
         import torch
         import torch.distributed as dist
 
@@ -212,8 +212,9 @@ class _Steps:
         loss.backward()
         ended = time.perf_counter()
 
-        # Ranks that come late are not the reduction's cost: both wait for each other first. Where sums were
-        # begun under the backward pass the wait has that in it, which speaks against us.
+        # Let both ranks wait for each other first, because a late rank is not a cost of the reduction. If
+        # sums began during the backward pass, the wait includes such delays, to the disadvantage of our
+        # result.
         if not is_begun_under:
             dist.barrier()
         before = time.perf_counter()

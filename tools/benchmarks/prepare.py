@@ -1,13 +1,13 @@
-"""prepare against the tokenizers library alone: bytes a second of one core, for the byte tokenizer and for a
-BPE tokenizer.
+"""prepare compared with the tokenizers library alone: bytes per second of one core, for the byte tokenizer
+and for a BPE tokenizer.
 
-Both sides run in processes of their own, pinned to one core, taking turns. The library's side reads the same
-file, parses each line with json and encodes the texts in batches; it keeps and writes nothing. What is
-measured of prepare is the whole call: scanning and hashing the file, starting a helper process, parsing,
-encoding, making arrays of ids, writing, fsyncing, publishing.
+Both sides run in separate processes, pinned to one core, in turns. The library's side reads the same file,
+parses each line with json and encodes the texts in batches; it stores and writes nothing. For prepare, the
+whole call is measured: scanning and hashing the file, starting a helper process, parsing, encoding, creating
+arrays of ids, writing, fsyncing and publishing.
 
-The goal is set on processor time, the helper's included, since other work on the machine does not falsify it;
-wall time stands beside it.
+The goal applies to processor time, including the helper's, because other work on the machine does not affect
+it. Wall time is shown, too.
 """
 
 import argparse
@@ -37,7 +37,8 @@ BATCH = 256
 
 
 def write_varied_documents(path: Path, *, megabytes: float) -> Path:
-    """Pieces of Python's documentation topics of 200 to 6,000 characters, cut at random places, as JSONL."""
+    """Write pieces of 200 to 6,000 characters of Python's documentation topics, cut at random places, as
+    JSONL."""
     topics, rng, written = list(pydoc_data.topics.topics.values()), random.Random(0), 0
     with path.open("w", encoding="utf-8") as file:
         while written < megabytes * 1e6:
@@ -53,7 +54,7 @@ def write_varied_documents(path: Path, *, megabytes: float) -> Path:
 
 
 def train_bpe(directory: Path) -> Path:
-    """A byte-level BPE tokenizer of the topics, in a transformers directory."""
+    """Train a byte-level BPE tokenizer on the topics, in a transformers directory."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -80,7 +81,8 @@ class Cost:
 
 
 class Clock:
-    """Wall and processor time since its creation, of this process and of those it has waited for."""
+    """Wall and processor time since its creation, of this process and of child processes that have been
+    reaped."""
 
     def __init__(self) -> None:
         self._wall, self._processor = time.perf_counter(), self._used()
@@ -96,7 +98,7 @@ class Clock:
 
 
 def read_and_encode(documents: Path, tokenizer: Path) -> Cost:
-    """The tokenizers library alone."""
+    """Run the tokenizers library alone."""
     backend = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     clock = Clock()
     with documents.open("rb") as file:
@@ -115,7 +117,7 @@ def prepare_documents(
     tokenizer: Path | None,
     folder: Path,
 ) -> Cost:
-    """A whole ``prepare`` with one helper process."""
+    """Run a whole ``prepare`` with one helper process."""
     section = (
         {"type": "transformers", "path": str(tokenizer)} if tokenizer else {"type": "byte"}
     )
@@ -143,7 +145,7 @@ def prepare_documents(
 
 
 def run_alone(side: str, documents: Path, tokenizer: str, exported: Path) -> Cost:
-    """One side in a process of its own, on one core; what it prints is its cost."""
+    """Run one side in its own process on one core, and return the cost that it prints."""
     command = [
         sys.executable,
         __file__,
@@ -166,7 +168,7 @@ def run_alone(side: str, documents: Path, tokenizer: str, exported: Path) -> Cos
 
 
 def run_side(side: str, documents: Path, tokenizer: str, exported: Path) -> Cost:
-    """Called in the process of one side."""
+    """Run one side in this process."""
     core = max(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
     if side == "library":
@@ -178,7 +180,7 @@ def run_side(side: str, documents: Path, tokenizer: str, exported: Path) -> Cost
 
 
 def measure(*, megabytes: float = 64, rounds: int = 3) -> list[Row]:
-    """Rows for both tokenizers: either side's speed, and the median of the rounds' ratios."""
+    """Return rows for both tokenizers: the speed of both sides, and the median of the ratios per round."""
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

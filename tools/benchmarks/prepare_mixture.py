@@ -1,10 +1,10 @@
-"""Preparation of a mixture (JSON Lines and Parquet) with a Hugging Face tokenizer file, in two processes:
-Evergrad beside ``datasets.map``.
+"""Preparation of a mixture (JSON Lines and Parquet) with a Hugging Face tokenizer file in two processes:
+Evergrad compared with ``datasets.map``.
 
-Each turn is a process of its own with empty caches. Both sides read the same files, encode each text with
-the same tokenizer and leave the token ids on the disk; Evergrad also checks and hashes what it reads, so that
-a run can name its data. What counts is wall time from the first file opened to the last one written; imports
-that a side does before are left out.
+Each turn is a separate process with empty caches. Both sides read the same files, encode each text with the
+same tokenizer and write the token ids to the disk; Evergrad also checks and hashes its input, so that a run
+can identify its data. The result is the wall time from opening the first file to writing the last. Earlier
+imports do not count.
 """
 
 import argparse
@@ -32,11 +32,11 @@ EVERGRAD, DATASETS = "evergrad prepare", "datasets.map"
 
 
 def write_sources(folder: Path, *, megabytes: float) -> None:
-    """Half of the text as JSON Lines, half as Parquet, and the tokenizer."""
+    """Write half of the text as JSON Lines, half as Parquet, and the tokenizer."""
     write_varied_documents(folder / "documents.jsonl", megabytes=megabytes / 2)
     with (folder / "documents.jsonl").open(encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
-    # Other texts than those of the first file: equal ones would be one content under two names.
+    # Use different texts in both files: equal texts would be one content under two names.
     columns = {
         "id": [row["id"] for row in rows],
         "text": [row["text"][::-1] for row in rows],
@@ -46,7 +46,7 @@ def write_sources(folder: Path, *, megabytes: float) -> None:
 
 
 def prepare_with_evergrad(folder: Path, output: Path) -> int:
-    """A whole ``prepare`` of both sources; the number of tokens."""
+    """Run a whole ``prepare`` of both sources; return the number of tokens."""
     sources = [
         {
             "name": kind,
@@ -73,7 +73,7 @@ def prepare_with_evergrad(folder: Path, output: Path) -> int:
 
 
 def prepare_with_datasets(folder: Path, output: Path) -> int:
-    """The same by ``datasets``: load, map in batches, save; the number of tokens."""
+    """Do the same with ``datasets``: load, map in batches, save. Returns the number of tokens."""
     datasets, transformers = map(importlib.import_module, ("datasets", "transformers"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
     end = tokenizer.eos_token_id
@@ -102,9 +102,9 @@ SIDES = {EVERGRAD: prepare_with_evergrad, DATASETS: prepare_with_datasets}
 
 
 def run_side(side: str, folder: Path) -> None:
-    """Called in the process of one side: prints its seconds and its tokens."""
+    """Run one side in this process, and print its seconds and its tokens."""
     if side == DATASETS:
-        # Imported now and outside of the time: transformers imports its parts when they are first named.
+        # Import before the measurement, because transformers imports its parts on first use.
         importlib.import_module("transformers.models.auto")
         importlib.import_module("datasets").disable_progress_bars()
     with tempfile.TemporaryDirectory(dir=folder) as output:
@@ -115,7 +115,7 @@ def run_side(side: str, folder: Path) -> None:
 
 
 def run_alone(side: str, folder: Path) -> dict[str, float]:
-    """One side in a process of its own."""
+    """Run one side in its own process."""
     command = [sys.executable, __file__, "--side", side, "--folder", str(folder)]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
@@ -123,14 +123,14 @@ def run_alone(side: str, folder: Path) -> dict[str, float]:
 
 
 def measure(*, megabytes: float = 64, rounds: int = 5) -> list[Row]:
-    """Wall seconds of both sides turn by turn, and their ratio."""
+    """Return wall seconds of both sides, measured in turns, and their ratio."""
     seconds: dict[str, list[float]] = {name: [] for name in SIDES}
     tokens: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_sources(folder, megabytes=megabytes)
         for number in range(rounds):
-            # The one that comes second finds other caches: they change places.
+            # Alternate the order, because the second side finds other cache contents.
             for side in list(SIDES)[:: -1 if number % 2 else 1]:
                 found = run_alone(side, folder)
                 seconds[side].append(found["seconds"])

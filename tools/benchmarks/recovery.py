@@ -1,8 +1,8 @@
-"""``make bench-recovery``: what a lost node costs, in process, by fresh workers and with stock torchrun; what
-elasticity costs.
+"""``make bench-recovery``: the cost of a lost node in process, with fresh workers and with stock torchrun,
+and the cost of elasticity.
 
-Each part leaves its samples in a file, so that parts may be taken one by one: ratios are made from whatever
-the file holds. How to read the rows: see README.md beside this file.
+Each part writes its samples to a file, so that parts can be measured separately: ratios use all samples in
+the file. For how to read the rows, see README.md next to this file.
 """
 
 import argparse
@@ -40,7 +40,7 @@ PARTS: dict[str, Callable[..., Samples]] = {
     "cost": elastic_cost.measure_cost,
     "memory": elastic_cost.measure_memory,
 }
-"""In the order they are taken; those whose ratios are asked for stand next to each other."""
+"""In the order of measurement. Parts whose ratios have goals are next to each other."""
 
 
 def measure(
@@ -50,14 +50,13 @@ def measure(
     is_tiny: bool = False,
     samples_file: Path = SAMPLES_FILE,
 ) -> list[Row]:
-    """Take the parts in ``only`` (default: all) and put their samples into the file; rows of all that is in
-    it.
+    """Measure the parts in ``only`` (default: all), write their samples to the file, and return rows of all
+    samples in it.
 
-    A part that fails is told, and leaves its older samples as they are. Raises SystemExit when all have
-    failed.
+    If a part fails, this is printed, and its older samples are kept. Raises SystemExit if all parts fail.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
-    # As Ctrl-C: by an exception, so that processes and folders are cleaned up.
+    # Raise an exception, like Ctrl-C, so that processes and folders are cleaned up.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     warm_up_this_process()
     known: dict[str, Any] = (
@@ -94,8 +93,8 @@ def measure(
 
 
 def build_rows(samples: dict[str, Samples], *, times: dict[str, str]) -> list[Row]:
-    """From samples to rows: medians, with the range in the note; and when a part was taken, if not with the
-    newest. Pure."""
+    """Convert samples to rows: medians, with the range in the note, and the date of a part that is older than
+    the newest. Pure."""
     rows: list[Row] = []
     for name, build in _ROWS.items():
         if name in samples:
@@ -379,7 +378,7 @@ def _ratios(
     *,
     goals: dict[str, int],
 ) -> list[Row]:
-    """How many times faster than stock torchrun: ratios of medians."""
+    """Return how many times faster than stock torchrun: ratios of medians."""
     own = _of(kills, "seconds")
     rows = []
     for name, goal in goals.items():
@@ -392,7 +391,7 @@ def _ratios(
         note = f"theirs {middle:.1f} s, n={len(theirs)}"
         rows.append(_ratio_row(what, title, theirs, own, goal=f">= {goal}", note=note))
 
-        # Each new worker of torchrun imports torch and transformers, which ours have inherited.
+        # Each new worker of torchrun imports torch and transformers. Evergrad's workers have inherited them.
         warm = [one["seconds"] - one["start"]["imports"] for one in samples]
         note = "for scale: theirs without its imports"
         rows.append(_ratio_row(what, f"{title}, warm", warm, own, note=note))
@@ -417,7 +416,7 @@ def _ratio_row(
 def _row(
     what: str, name: str, values: list[float], unit: str, goal: str = "", note: str = ""
 ) -> Row:
-    """The median; its range and its 95 % interval in the note."""
+    """Return a row with the median; its range and its 95 % interval are in the note."""
     low, high = interval_of_median(values)
     span = f"{min(values):.3g} to {max(values):.3g}, n={len(values)}"
     parts = [span, f"95 % interval {low:.4g} to {high:.4g}", note]
@@ -436,7 +435,7 @@ def _of(samples: list[dict[str, Any]], key: str) -> list[float]:
 
 
 def _start_note(kills: list[dict[str, Any]]) -> str:
-    """What the workers' own start took of it."""
+    """Return a note with the part of the time that the workers' own start took."""
     names = kills[0]["start"]
     parts = [
         f"{name} {statistics.median(one['start'][name] for one in kills):.2f}"
@@ -446,7 +445,7 @@ def _start_note(kills: list[dict[str, Any]]) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that ``run.py`` passes on."""
+    """Define the options that ``run.py`` passes on."""
     parser.add_argument(
         "--only",
         type=_parts,

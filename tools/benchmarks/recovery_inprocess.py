@@ -1,7 +1,7 @@
-"""Level 1 under events: nodes killed, workers killed, nodes asked to leave, nodes added, in one long run of
-three nodes.
+"""Level 1 with events: nodes killed, workers killed, nodes requested to leave, and nodes added, in one long
+run of three nodes.
 
-Every event gives a sample; what is made of samples is said in ``recovery.py``.
+Each event gives one sample. ``recovery.py`` describes what the samples are used for.
 """
 
 import json
@@ -33,7 +33,8 @@ def measure_events(
     events: int,
     is_tiny: bool,
 ) -> dict[str, list[Sample]]:
-    """So many of each: ``node_kill``, ``worker_kill``, ``sigterm``, ``join`` (two for one of each other)."""
+    """Cause ``events`` events of each kind: ``node_kill``, ``worker_kill``, ``sigterm``, and twice as many
+    ``join``."""
     settings = NodesSettings(
         folder, training_manifest(num_nodes=NUM_NODES, is_tiny=is_tiny), NUM_NODES
     )
@@ -47,7 +48,7 @@ def measure_events(
     with running(nodes, num_nodes=NUM_NODES) as first:
         nodes.steps.wait_further(first, _UNDISTURBED_STEPS)
         for number in range(events):
-            # Another node each time, so that rank 0 is hit as often as the others.
+            # Use another node each time, so that rank 0 is affected as often as the others.
             index = number % NUM_NODES
             killed = kill_node(nodes, index)
             joins = [rejoin(nodes, index)]
@@ -71,9 +72,9 @@ def measure_events(
 
 
 def kill_node(nodes: ElasticNodes, index: int) -> Sample:
-    """SIGKILL of a node → the first step that the others finish together, and how long a step then takes
-    undisturbed."""
-    # The clock of the steps' rows: all processes are on this machine.
+    """Kill a node; measure the time to the first step that the others finish together, and the duration of
+    undisturbed steps afterwards."""
+    # Use the clock of the steps' rows, because all processes are on this machine.
     nodes.steps.read()
     before = time.time()
     nodes.kill(index)
@@ -91,14 +92,14 @@ def kill_node(nodes: ElasticNodes, index: int) -> Sample:
 
 
 def kill_worker(nodes: ElasticNodes, index: int, *, step_seconds: float) -> Sample:
-    """SIGKILL of a node's worker → the next finished step.
+    """Kill a node's worker; measure the time to the next finished step.
 
-    ``step_seconds``: of a group that lacks one node.
+    ``step_seconds``: duration of a step in a group with one node less.
     """
     nodes.steps.read()
     last = nodes.steps.rows[-1]
     node = nodes.pid(index)
-    # A node's own helpers are in its process group, its worker leads one of its own.
+    # A node's own helpers are in its process group; its worker has a process group of its own.
     (pid,) = [one for one in descendants(node) if os.getpgid(one) != os.getpgid(node)]
     before = time.time()
     os.kill(pid, signal.SIGKILL)
@@ -107,7 +108,7 @@ def kill_worker(nodes: ElasticNodes, index: int, *, step_seconds: float) -> Samp
         "the first step after a worker's SIGKILL",
     )
     if row["world_size"] == NUM_NODES:
-        # The worker was back before the others had agreed to go on without it.
+        # The worker was back before the others had agreed to continue without it.
         step_seconds = statistics.median(nodes.steps.wait_further(row, 3))
     sample = {
         "node": index,
@@ -121,7 +122,7 @@ def kill_worker(nodes: ElasticNodes, index: int, *, step_seconds: float) -> Samp
 
 
 def ask_to_leave(nodes: ElasticNodes, index: int) -> Sample:
-    """SIGTERM of a node → the agreed boundary → the others' next step."""
+    """Send SIGTERM to a node; measure the time to the agreed boundary and to the others' next step."""
     nodes.steps.read()
     before = time.time()
     nodes.terminate(index)
@@ -146,7 +147,8 @@ def ask_to_leave(nodes: ElasticNodes, index: int) -> Sample:
 
 
 def rejoin(nodes: ElasticNodes, index: int) -> Sample:
-    """Start a node again → the larger group: how long the others stand still between two steps."""
+    """Start a node again; measure how long the others pause between two steps until the larger group
+    trains."""
     nodes.steps.read()
     last, before = nodes.steps.rows[-1], time.time()
     nodes.start_node(index)
@@ -159,7 +161,7 @@ def rejoin(nodes: ElasticNodes, index: int) -> Sample:
 
 
 def _wait_until_complete(nodes: ElasticNodes, *, newer_than: int) -> Step:
-    """The first step of a newer group of all nodes; returns when they have done some more."""
+    """Return the first step of a newer group of all nodes, after the group has trained some more steps."""
     row = nodes.steps.wait(
         lambda one: one["world_size"] == NUM_NODES and one["generation"] > newer_than,
         "a step of all nodes",
@@ -169,8 +171,8 @@ def _wait_until_complete(nodes: ElasticNodes, *, newer_than: int) -> Step:
 
 
 def _pause(nodes: ElasticNodes, first: Step) -> float:
-    """From the end of the step before until training goes on, as the run itself records it; the state's
-    transfer included."""
+    """Return the time from the end of the previous step until training continues, as recorded by the run. It
+    includes the transfer of the state."""
     lines = (nodes.directory / "events.jsonl").read_text(encoding="utf-8").splitlines()
     events = [event for event in map(json.loads, lines) if event["type"] == "world"]
     (pause,) = [
@@ -182,7 +184,7 @@ def _pause(nodes: ElasticNodes, first: Step) -> float:
 
 
 def _steps_lost(nodes: ElasticNodes, first: Step) -> int:
-    """Steps of older groups that this group has trained again."""
+    """Return the number of steps of older groups that this group has trained again."""
     return sum(
         row["generation"] < first["generation"] and row["step"] >= first["step"]
         for row in nodes.steps.rows
@@ -198,10 +200,10 @@ def measure_compiled(
     events: int,
     is_tiny: bool,
 ) -> dict[str, list[Sample]]:
-    """The same kill with torch.compile on: graphs the survivors compile afterwards. Two layers: the size
-    changes none of it.
+    """Kill nodes with torch.compile on, and count the graphs that the survivors compile afterwards.
 
-    Half as many kills: each is looked at in two survivors, and every newcomer compiles for seconds.
+    Uses two layers, because the size does not change the result, and half as many kills: each kill is
+    observed in two survivors, and each joining node compiles for seconds.
     """
     events = max(1, events // 2)
     manifest = training_manifest(
@@ -239,8 +241,8 @@ def measure_compiled(
 
 
 def _count_graphs(path: Path) -> None:
-    """In a node, before it forks workers: each worker writes after each step how many graphs it has compiled
-    so far."""
+    """Let each worker write, after each step, how many graphs it has compiled. Call this in a node, before it
+    forks workers."""
     from torch._dynamo.utils import counters
 
     from evergrad_trainer.training.step import Stepper
@@ -269,14 +271,14 @@ def _count_graphs(path: Path) -> None:
 
 
 def _recompiled(path: Path, *, generation: int) -> dict[str, int]:
-    """Graphs of the survivors before the group of that generation and now."""
+    """Return the survivors' numbers of graphs before the group of this generation, and now."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     now = {row["pid"]: row["graphs"] for row in rows if row["generation"] == generation}
     before = {row["pid"]: row["graphs"] for row in rows if row["generation"] < generation}
     if not before or min(before.values()) < 1:
         raise BenchmarkError("no graph was counted before the kill: the count says nothing")
     return {
-        # A survivor that is another process than before has compiled everything again.
+        # A survivor with a new process has compiled all graphs again.
         "recompiled": sum(graphs - before.get(pid, 0) for pid, graphs in now.items()),
         "graphs": min(now.values()),
         "survivors": len(now),

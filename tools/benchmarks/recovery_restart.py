@@ -1,4 +1,4 @@
-"""Recovery by fresh workers: level 2 (``spec.script``) and stock torchrun under the same kills of the same
+"""Recovery with fresh workers: level 2 (``spec.script``) and stock torchrun, with the same kills and the same
 script."""
 
 import functools
@@ -28,7 +28,8 @@ from elastic_nodes import (
 NUM_NODES = 3
 _SCRIPT = Path(__file__).resolve().with_name("recovery_stock.py")
 _STEPS_BETWEEN = 6
-"""More than a checkpoint interval, so that every event begins from a newer checkpoint than the last one."""
+"""More than a checkpoint interval, so that each event begins from a newer checkpoint than the previous
+event."""
 Sample = dict[str, Any]
 
 
@@ -38,10 +39,10 @@ def measure_script(
     events: int,
     is_tiny: bool,
 ) -> dict[str, list[Sample]]:
-    """``spec.script`` under kills of nodes, and what reloading costs by itself afterwards."""
+    """Measure ``spec.script`` with kills of nodes, and then the time of the reload alone."""
     command = _command(folder, is_tiny=is_tiny)
     manifest = training_manifest(num_nodes=NUM_NODES, is_tiny=is_tiny)
-    # The very command that stock torchrun starts, so that what differs is who starts it.
+    # Use exactly the command that stock torchrun starts, so that only the starter differs.
     del manifest["spec"]["training"]
     manifest["spec"]["script"] = {"command": command}
     nodes = ElasticNodes(
@@ -66,7 +67,7 @@ def measure_script(
 def measure_stock(
     folder: Path, *, events: int, is_tiny: bool, settings: str
 ) -> dict[str, list[Sample]]:
-    """Stock torchrun with one of the STOCK_SETTINGS."""
+    """Measure stock torchrun with one of the STOCK_SETTINGS."""
     command = _command(folder, is_tiny=is_tiny)
     nodes = StockNodes(
         folder,
@@ -86,7 +87,7 @@ def _command(folder: Path, *, is_tiny: bool) -> list[str]:
         ]
     )
     (folder / "output").mkdir(parents=True)
-    # The typed run's vocabulary: bytes and one more.
+    # Use the vocabulary of the typed run: bytes and one more id.
     arguments = [
         "--output",
         str(folder / "output"),
@@ -106,14 +107,16 @@ def _command(folder: Path, *, is_tiny: bool) -> list[str]:
 
 
 def _kill_nodes(group: Group, *, events: int) -> list[Sample]:
-    """SIGKILL of a node → first finished step of the two others; then the node comes back."""
+    """Kill a node; measure the time to the first finished step of the two others; then start the node
+    again."""
     samples = []
     with running(group, num_nodes=NUM_NODES) as row:
         for number in range(events):
             group.steps.wait_further(row, _STEPS_BETWEEN)
             samples.append(_kill_node(group, number % NUM_NODES))
 
-            # Ours is forked from a warm process, torchrun's imports first: joins are for scale, and no ratio.
+            # Evergrad's node is forked from a warm process, and torchrun's imports first, so joins have no
+            # ratio.
             before = time.time()
             group.start_node(number % NUM_NODES)
             row = group.steps.wait(
@@ -131,7 +134,7 @@ def _kill_nodes(group: Group, *, events: int) -> list[Sample]:
 
 
 def _kill_node(group: Group, index: int) -> Sample:
-    # Read before the kill: steps up to this one that come again afterwards were lost.
+    # Read before the kill: steps up to this one that are repeated afterwards were lost.
     group.steps.read()
     last = group.steps.rows[-1]["step"]
     before = time.time()
@@ -152,7 +155,7 @@ def _kill_node(group: Group, index: int) -> Sample:
 
 
 def _time_reloads(folder: Path, command: list[str], count: int) -> list[float]:
-    """Seconds of each of some reloads in a process that does nothing else."""
+    """Return the seconds of each of ``count`` reloads in a process that does nothing else."""
     output = folder / "reloads.json"
     process = start_process(
         [sys.executable, *command, "--reloads", str(count)], output=output
@@ -168,5 +171,5 @@ def _time_reloads(folder: Path, command: list[str], count: int) -> list[float]:
 
 
 def _is_whole_after(moment: float, row: Mapping[str, Any]) -> bool:
-    """Whether a step of all nodes ended after a moment."""
+    """Return whether a step of all nodes ended after ``moment``."""
     return bool(row["world_size"] == NUM_NODES and row["time"] > moment)

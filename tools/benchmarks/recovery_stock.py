@@ -1,8 +1,8 @@
-"""The script that stock torchrun and ``spec.script`` start alike: plain DDP with a checkpoint, the
+"""The script that stock torchrun and ``spec.script`` both start: plain DDP with a checkpoint, and the
 benchmarks' model and batch.
 
-It knows nothing of who starts it. Every finished step is a line of ``steps.jsonl``; the first one of a
-process says what its start cost.
+It does not depend on its starter. Each finished step is a line of ``steps.jsonl``; a process's first line
+contains the duration of its start.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 
 _BEGUN = time.time()
 _PARENT = os.getppid()
-# torchrun leaves workers behind when it is killed; a container would not.
+# A killed torchrun leaves workers behind; in a container they would die, too.
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() != _PARENT:
     os._exit(1)
@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 
 def build(config: dict[str, Any]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Model and optimizer."""
+    """Return model and optimizer."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**config))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -40,7 +40,7 @@ def reload(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> int:
-    """Load the checkpoint; the step it holds."""
+    """Load the checkpoint, and return its step."""
     state = torch.load(checkpoint, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -50,7 +50,7 @@ def reload(
 def save(
     checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int
 ) -> None:
-    """Whole or not at all."""
+    """Save atomically."""
     temporary = checkpoint.with_suffix(".tmp")
     torch.save(
         {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
@@ -62,7 +62,7 @@ def save(
 def train_step(
     parallel: DistributedDataParallel, *, step: int, num_slots: int, length: int
 ) -> None:
-    """Gradients of this rank's slots of a step; DDP exchanges them in the last."""
+    """Compute the gradients of this rank's slots of a step; DDP exchanges them in the last slot."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own = range(rank, num_slots, world_size)
     for slot in own:
@@ -95,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def time_reloads(arguments: argparse.Namespace) -> None:
-    """What loading costs by itself: each time into a new model and optimizer."""
+    """Measure loading alone, each time into a new model and optimizer."""
     seconds = []
     for _ in range(arguments.reloads):
         model, optimizer = build(arguments.model)

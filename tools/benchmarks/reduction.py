@@ -1,5 +1,5 @@
-"""Gradient reduction of two processes: our flat buckets against torch's DDP wrapper, same batches, in turns;
-a state's transfer.
+"""Gradient reduction of two processes: our flat buckets compared with torch's DDP wrapper, with the same
+batches, in turns; and the transfer of a state.
 
 ``measure_reduction`` starts this file twice, as the two ranks.
 """
@@ -17,16 +17,16 @@ from typing import Any
 from elastic_nodes import LENGTH, end_process, free_port, start_process, training_manifest
 
 _SLOTS = 2
-"""Slots of a step on each rank; gradients are exchanged in the last."""
+"""Slots of a step on each rank; gradients are exchanged in the last slot."""
 _WARM_UP = 3
 
 
 def measure_reduction(
     folder: Path, *, events: int, is_tiny: bool
 ) -> dict[str, list[dict[str, Any]]]:
-    """Turns of both: seconds of a step each.
+    """Measure both in turns: seconds per step.
 
-    And seconds of one transfer of parameters and optimizer state.
+    Also measures the seconds of one transfer of parameters and optimizer state.
     """
     folder.mkdir(parents=True)
     config = training_manifest(num_nodes=2, is_tiny=is_tiny)["spec"]["training"]["model"][
@@ -56,7 +56,7 @@ def measure_reduction(
     finally:
         for process in ranks:
             end_process(process)
-    # torch may have said something after the result.
+    # torch may print something after the result.
     lines = (folder / "rank-0.log").read_text(encoding="utf-8").splitlines()
     found: dict[str, Any] = json.loads(
         next(line for line in reversed(lines) if line.startswith('{"turns"'))
@@ -124,8 +124,8 @@ def _tokens(step: int, slot: int) -> Any:
 
 
 def _own_turn(config: dict[str, Any]) -> Callable[[int], None]:
-    """A step as the trainer's: gradients accumulate in flat buckets, summed over ranks during the last
-    backward pass."""
+    """Return a step like the trainer's: gradients accumulate in flat buckets, which are summed over ranks
+    during the last backward pass."""
     import torch
     import torch.distributed as dist
 
@@ -165,9 +165,9 @@ def _own_turn(config: dict[str, Any]) -> Callable[[int], None]:
 def _wrapped_turn(
     config: dict[str, Any], *, keeps_gradients: bool
 ) -> Callable[[int], None]:
-    """The same with DDP: no_sync while gradients accumulate, gradients as views of its buckets.
+    """Return the same with DDP: no_sync while gradients accumulate, and gradients as views of its buckets.
 
-    ``keeps_gradients``: they are set to zero, not to None as ``zero_grad()`` does by default.
+    ``keeps_gradients``: gradients are set to zero, not to None as ``zero_grad()`` does by default.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -193,7 +193,7 @@ def _wrapped_turn(
 
 
 def _time_transfers(config: dict[str, Any], *, count: int) -> list[float]:
-    """Rank 0 sends as much as a newcomer needs, in one piece: parameters and two moments of each."""
+    """Send from rank 0 as much as a joining rank needs, in one piece: parameters and two moments of each."""
     import torch
     import torch.distributed as dist
 

@@ -1,5 +1,5 @@
-"""Process start → first new step of a resumed 50M run: ``evergrad run`` against transformers' Trainer, in
-turns."""
+"""Process start → first new step of a resumed 50M run: ``evergrad run`` compared with transformers' Trainer,
+in turns."""
 
 import argparse
 import functools
@@ -20,7 +20,7 @@ _TRAINER = Path(__file__).with_name("trainer_script.py")
 
 
 def evergrad_seconds(folder: Path, *options: str, run: str = "bench") -> float:
-    """Start ``evergrad run`` for one more step; seconds until that step's row says it is done.
+    """Start ``evergrad run`` for one more step; return the seconds until that step is recorded.
 
     ``run``: the run directory below ``runs``.
     """
@@ -40,7 +40,7 @@ def evergrad_seconds(folder: Path, *options: str, run: str = "bench") -> float:
 
 
 def trainer_seconds(folder: Path, *, until: int) -> float:
-    """The same with the Trainer: seconds until its first step after ``resume_from_checkpoint``."""
+    """Return the same for the Trainer: seconds until its first step after ``resume_from_checkpoint``."""
     before = time.time()
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     result = subprocess.run(
@@ -60,9 +60,9 @@ def trainer_seconds(folder: Path, *, until: int) -> float:
 
 
 def with_processor_time(start: Callable[[], float]) -> tuple[float, float]:
-    """Seconds that ``start`` measures, and seconds of a core that its processes took to their ends.
+    """Return the seconds that ``start`` measures, and the processor seconds of its processes.
 
-    On a machine that others use, too, the second figure depends on them far less than the first.
+    Other load on the machine affects the second value much less than the first.
     """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = start()
@@ -71,7 +71,7 @@ def with_processor_time(start: Callable[[], float]) -> tuple[float, float]:
 
 
 def measure(*, rounds: int = 5) -> list[Row]:
-    """Medians of both and of the ratios."""
+    """Return medians of both, and of the ratios."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_documents(folder / "documents.jsonl")
@@ -96,7 +96,7 @@ def measure(*, rounds: int = 5) -> list[Row]:
 
 
 def _compare(what: str, pairs: list[tuple[float, float]], *, goal: str = "") -> list[Row]:
-    """Medians of what both took in the same turns, and of their ratios."""
+    """Return medians of both sides in the same turns, and of their ratios."""
     ratios = [mine / theirs for mine, theirs in pairs]
     low, high = interval_of_median(ratios)
     note = (

@@ -1,5 +1,5 @@
-"""``make bench``: all benchmarks, one after the other, into ``tools/benchmarks/results/`` with the machine's
-description."""
+"""``make bench``: all benchmarks, one after another, into ``tools/benchmarks/results/`` with a description of
+the machine."""
 
 import argparse
 import importlib
@@ -35,15 +35,15 @@ def _speed(
 
 
 RECOVERY = "recovery"
-"""Takes as long as all others together, and options: ``make bench-recovery``; not among those that run by
+"""Takes as long as all others together, and has options: ``make bench-recovery``. It is not run by
 default."""
 CLUSTER = "cluster"
-"""Needs the control plane of tools/bed and has options: ``make bench-cluster``."""
+"""Needs the control plane of tools/bed, and has options: ``make bench-cluster``."""
 CLUSTER_PODS = "cluster-pods"
-"""Needs the nodes of tools/bed and has options: ``make bench-cluster-pods``."""
+"""Needs the nodes of tools/bed, and has options: ``make bench-cluster-pods``."""
 
 SFT_PACKING, PREPARE_MIXTURE = "sft-packing", "prepare-mixture"
-"""Beside libraries that nothing else here needs (TRL, datasets): ``make bench-peers``."""
+"""Need libraries that no other part needs (TRL, datasets): ``make bench-peers``."""
 
 
 def _simple(module: str) -> Callable[[], list[Row]]:
@@ -79,7 +79,7 @@ _NOT_BY_DEFAULT = (RECOVERY, CLUSTER, CLUSTER_PODS, SFT_PACKING, PREPARE_MIXTURE
 
 
 def describe_machine() -> dict[str, object]:
-    """What the figures were taken on."""
+    """Return a description of the machine on which the values were measured."""
     facts = {key.strip(): value.strip() for key, _, value in _cpu_lines()}
     flags = set(facts.get("flags", "").split())
     return {
@@ -102,13 +102,12 @@ def _cpu_lines() -> list[tuple[str, str, str]]:
 
 
 def write_results(name: str, rows: list[Row], machine: dict[str, object]) -> None:
-    """Put one benchmark's rows into ``latest.json``, in place of its older ones, and all of them into
-    ``latest.md``."""
+    """Replace one benchmark's rows in ``latest.json``, and write all rows to ``latest.md``."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / "latest.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     found = [asdict(row) | {"reached": row.is_reached} for row in rows]
-    # Others keep their rows and the machine they were taken on: nobody takes all of them in one hour.
+    # Other benchmarks keep their rows and the machine of their measurement, because not all are run together.
     known[name] = {"taken": time.strftime("%Y-%m-%d"), "machine": machine, "rows": found}
     document = {key: known[key] for key in BENCHMARKS if key in known}
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -151,7 +150,7 @@ def _to_markdown(document: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Run those that were named, or all."""
+    """Run the benchmarks that the arguments name, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "names",
@@ -169,7 +168,7 @@ def main() -> None:
         events=options.events,
     )
     for name in names:
-        # Before it runs: afterwards the load would be its own.
+        # Describe the machine before the benchmark, because afterwards the load would be the benchmark's own.
         machine = describe_machine()
         print(f"== {time.strftime('%T')}  {name}", flush=True)
         rows = BENCHMARKS[name]()

@@ -26,11 +26,11 @@ from evergrad_trainer.node.run import prepare_process
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM = (LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, nodes, run)
-"""Imported before the first fork, as by the launcher of a run."""
+"""Imported before the first fork, like in the launcher of a run."""
 
 
 def start(folder: Path) -> int:
-    """Start one run in ``folder``; its process id."""
+    """Start one run in ``folder``; return its process id."""
     folder.mkdir()
     script = ROOT / "examples" / "scripts" / "hf_trainer.py"
     command = [str(script), "--output", str(folder / "out"), "--steps", "20"]
@@ -69,7 +69,7 @@ def keep_busy(count: int, *, niceness: int) -> list[int]:
 
 
 def follow(arguments: argparse.Namespace, folder: Path) -> Counter[str]:
-    """Run all runs, some at once; how they ended."""
+    """Run all runs, some at the same time; return how they ended."""
     waiting = [folder / str(number) for number in range(1, arguments.runs + 1)]
     running: dict[int, tuple[Path, float]] = {}
     ends: Counter[str] = Counter()

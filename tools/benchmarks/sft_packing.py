@@ -1,10 +1,10 @@
-"""Fine-tuning on rows of mixed length: Evergrad's packed samples beside transformers' Trainer, once with
-padded batches of the same rows and once with packed ones, and beside TRL's SFTTrainer with its own packing.
+"""Fine-tuning on rows of mixed length: Evergrad's packed samples compared with transformers' Trainer, with
+padded and with packed batches of the same rows, and with TRL's SFTTrainer with its own packing.
 
-``padded``: each micro-batch is filled up to its longest row, in random order. ``packed``: rows packed best
-fit decreasing, told apart by their positions. ``TRL``: the same rows, packed and collated by TRL; it lays
-the samples of a micro-batch behind one another, which needs a kernel that attends by lengths to be quick.
-All train the same model on the same rows and take turns; what counts is learned tokens a second in steps.
+``padded``: each micro-batch is padded to its longest row, in random order. ``packed``: rows packed best fit
+decreasing, distinguished by their positions. ``TRL``: the same rows, packed and collated by TRL, which
+concatenates the samples of a micro-batch; this is fast only with an attention kernel for variable lengths.
+All train the same model on the same rows, in turns. The result is learned tokens per second in steps.
 """
 
 import argparse
@@ -38,7 +38,7 @@ LENGTH, SAMPLES, SLOTS = 512, 4, 2
 ROWS = 2000
 SHORTEST, LONGEST = 16, 500
 TURN = 3
-"""Steps of a turn; the first one of each turn does not count."""
+"""Steps of a turn; the first step of each turn does not count."""
 EVERGRAD, PADDED, PACKED, TRL = (
     "evergrad",
     "Trainer, padded",
@@ -48,7 +48,7 @@ EVERGRAD, PADDED, PACKED, TRL = (
 
 
 def build_recipe() -> Training:
-    """A Llama of 7M parameters on rows of 16 to 500 bytes."""
+    """Return a Llama of 7M parameters on rows of 16 to 500 bytes."""
     return Training.model_validate(
         {
             "recipe": "sft",
@@ -75,7 +75,8 @@ def build_recipe() -> Training:
 
 
 def write_rows(path: Path) -> None:
-    """Rows whose lengths are spread evenly in their logarithm; a third of each is the prompt."""
+    """Write rows whose lengths are evenly distributed in their logarithm; a third of each row is the
+    prompt."""
     source = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(ROWS):
@@ -113,7 +114,8 @@ class _Clock(TrainerCallback):
 
 
 def read_samples(opened: Opened, *, is_packed: bool) -> list[dict[str, list[int]]]:
-    """All rows of the run as a Trainer's data set takes them: labels stand beside their own tokens there."""
+    """Return all rows of the run as a Trainer's data set, in which labels have the positions of their own
+    tokens."""
     ((source, _),) = opened.data.train.stages[0].sources.values()
     found = []
     reader: Any = source
@@ -128,7 +130,7 @@ def read_samples(opened: Opened, *, is_packed: bool) -> list[dict[str, list[int]
         return found
     for item in range(len(source)):
         tensors = source.read([item]).tensors
-        # Shifted by one inside of the model: a label stands one place behind what predicts it.
+        # The Trainer's model shifts labels itself, so move each label one position back.
         labels = [IGNORE_INDEX, *tensors["labels"][0].tolist()[:-1]]
         sample = {"input_ids": tensors["input_ids"][0].tolist(), "labels": labels}
         found.append({**sample, "position_ids": tensors["position_ids"][0].tolist()})
@@ -136,7 +138,7 @@ def read_samples(opened: Opened, *, is_packed: bool) -> list[dict[str, list[int]
 
 
 def collate(samples: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Rows filled up to the longest of them; packed samples are equally long, and have no mask."""
+    """Pad rows to the longest; packed samples have the same length and no mask."""
     width = max(len(one["input_ids"]) for one in samples)
     fills = {"input_ids": 0, "labels": IGNORE_INDEX, "position_ids": 0}
     batch = {
@@ -152,7 +154,7 @@ def collate(samples: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def evergrad_turn(opened: Opened, training: Training) -> Callable[[], tuple[float, int]]:
-    """Some of Evergrad's own steps: their seconds, and the tokens learned in them."""
+    """Return a turn of Evergrad's own steps, which returns its seconds and the number of learned tokens."""
     world = World(generation=1, rank=0, size=1, device=torch.device("cpu"))
     plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
     machinery = build_machinery(training, opened, plan, world, with_weights=True)
@@ -173,7 +175,7 @@ def evergrad_turn(opened: Opened, training: Training) -> Callable[[], tuple[floa
 
 
 def trainer_options(folder: Path, *, seed: int) -> dict[str, Any]:
-    """Options of transformers' Trainer, and of those built on it, for one turn."""
+    """Return the options for one turn of transformers' Trainer and of Trainers that are based on it."""
     return {
         "output_dir": str(folder),
         "gradient_accumulation_steps": SLOTS,
@@ -191,7 +193,7 @@ def trainer_options(folder: Path, *, seed: int) -> dict[str, Any]:
 def trainer_turn(
     opened: Opened, training: Training, folder: Path, *, is_packed: bool
 ) -> Callable[[], tuple[float, int]]:
-    """Some steps of transformers' Trainer on the same model; as many rows a step as Evergrad has."""
+    """Return a turn of transformers' Trainer on the same model, with as many rows per step as Evergrad."""
     plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
     model: Any = build_model(plan, seed=0, precision="fp32")
     samples = read_samples(opened, is_packed=is_packed)
@@ -217,7 +219,7 @@ def trainer_turn(
             data_collator=count,
             callbacks=[clock],
         ).train()
-        # The batches of the steps that count; one may have been made ahead.
+        # Count the batches of the steps that count; one more may have been read ahead.
         return sum(clock.seconds[1:]), sum(counted[SLOTS : TURN * SLOTS])
 
     return turn
@@ -226,7 +228,7 @@ def trainer_turn(
 def trl_turn(
     opened: Opened, training: Training, folder: Path
 ) -> Callable[[], tuple[float, int]]:
-    """Some steps of TRL's SFTTrainer on the same model and rows, which it packs itself."""
+    """Return a turn of TRL's SFTTrainer on the same model and rows, which it packs itself."""
     datasets, trl, transformers = map(
         importlib.import_module, ("datasets", "trl", "transformers")
     )
@@ -247,7 +249,7 @@ def trl_turn(
                 per_device_train_batch_size=SAMPLES,
                 max_length=LENGTH,
                 packing=True,
-                # On by default: memory for time, which nobody else pays here.
+                # It is on by default, and saves memory at the cost of time, which the other sides do not do.
                 gradient_checkpointing=False,
                 bf16=False,
             ),
@@ -270,7 +272,7 @@ def trl_turn(
 
 
 def measure(*, rounds: int = 8) -> list[Row]:
-    """Learned tokens/s of all, and Evergrad's beside each of the others."""
+    """Return learned tokens/s of all sides, and Evergrad's ratio to each of the others."""
     set_threads(2)
     training = build_recipe()
     speeds: dict[str, list[float]] = {EVERGRAD: [], PADDED: [], PACKED: [], TRL: []}
@@ -291,7 +293,7 @@ def measure(*, rounds: int = 8) -> list[Row]:
             TRL: trl_turn(opened, training, folder),
         }
         for number in range(rounds):
-            # The one that comes second finds other caches: they change places.
+            # Alternate the order, because the second side finds other cache contents.
             for kind in list(turns)[:: -1 if number % 2 else 1]:
                 seconds, tokens = turns[kind]()
                 speeds[kind].append(tokens / seconds)

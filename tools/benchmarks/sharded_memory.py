@@ -1,17 +1,17 @@
-"""Peak memory of a process of an FSDP2 world of four, as a share of the whole fp32 state.
+"""Peak memory of a process in an FSDP2 world of four, as a share of the whole fp32 state.
 
-The whole state is weights and two moments in fp32: 12 bytes a parameter. A process of four holds a quarter
-of it, 0.25, and a quarter of the gradients, 4 bytes a parameter, which makes 0.333; what is left up to the
-goal is for gathered layers, activations and the allocator. For scale, the same peak beside 16 bytes a
-parameter, which a process that trains alone holds.
+The whole state is weights and two moments in fp32: 12 bytes per parameter. One of four processes holds a
+quarter of it, 0.25, and a quarter of the gradients, 4 bytes per parameter: 0.333 in total. The rest up to the
+goal is for gathered layers, activations and the allocator. For comparison, the same peak is shown relative to
+16 bytes per parameter, which a single training process holds.
 
 Four processes of one machine build a Llama of 1.3B parameters (or a smaller one), initialise it, and train
-some steps of two slots each. The peak is the kernel's of the whole process (``VmHWM``), less what it held
-before it built the model (Python, torch, transformers: at these sizes not small, and it does not grow). What
-the allocator keeps, and buffers of collectives, count; glibc is told to keep nothing of 1 MiB and more
-(``--keeping``: to keep what it likes, up to 32 MiB a piece, as it does for users), since its holes are those
-of no accelerator's allocator. Pages of files count in each process that maps them, as if it were alone: those
-mapped before the model are in what is subtracted, the others have a row of their own.
+some steps of two slots each. The result is the kernel's peak of the whole process (``VmHWM``) minus its
+memory before it built the model (Python, torch, transformers: significant at these sizes, but constant).
+Memory that the allocator keeps, and buffers of collectives, count. glibc is configured to keep no free pieces
+of 1 MiB or more (``--keeping``: up to 32 MiB per piece, the default for users), because allocators of
+accelerators do not have such holes. File pages count in each process that maps them, as if it were alone:
+pages that were mapped before the model are subtracted, and the others have a separate row.
 """
 
 import argparse
@@ -35,8 +35,8 @@ WORLD_SIZE = 4
 _STEPS, _SLOTS = 2, 2
 _LENGTH = 64
 _KEEP_NOTHING_LARGE = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
-"""glibc: pieces from 1 MiB on are mapped one by one, and given back when they are freed."""
-"""Tokens of a sample: so few that activations are nothing beside the state."""
+"""glibc: allocate pieces from 1 MiB individually with mmap, and return them when they are freed."""
+"""Tokens of a sample: so few that activations are negligible compared with the state."""
 SHAPES = {
     # hidden, intermediate, layers, heads, vocabulary
     "50M": (512, 1408, 12, 8, 8192),
@@ -48,7 +48,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of this process: ``peak`` is the highest it has ever held, ``files`` its pages of files now."""
+    """Bytes of this process: ``peak`` is the maximum so far, and ``files`` the current file pages."""
 
     now: int
     peak: int
@@ -56,7 +56,7 @@ class Held:
 
 
 def held() -> Held:
-    """Read them from the kernel."""
+    """Read the values from the kernel."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     words = dict(line.split(":", 1) for line in lines)
     now, peak, files = (
@@ -66,7 +66,7 @@ def held() -> Held:
 
 
 def measure(*, parameters: str = "350M", is_keeping: bool = False) -> list[Row]:
-    """The largest peak of the four processes."""
+    """Return the largest peak of the four processes."""
     found = _run_ranks(parameters, {} if is_keeping else _KEEP_NOTHING_LARGE)
     what = (
         f"FSDP2 of {WORLD_SIZE} processes, {parameters} Llama, bf16 products, fp32 state, CPU"
@@ -111,7 +111,7 @@ def measure(*, parameters: str = "350M", is_keeping: bool = False) -> list[Row]:
 
 
 def _run_ranks(parameters: str, allocator: dict[str, str]) -> list[dict[str, int]]:
-    """Start the four processes; the figures of each."""
+    """Start the four processes, and return the values of each."""
     from elastic_nodes import free_port
 
     place = {
@@ -131,7 +131,7 @@ def _run_ranks(parameters: str, allocator: dict[str, str]) -> list[dict[str, int
                 ranks.append(process)
             outputs = [process.communicate(timeout=3000)[0] for process in ranks]
         finally:
-            # One that has failed leaves the others waiting for it.
+            # A failed process leaves the others waiting for it, so kill them.
             for process in ranks:
                 process.kill()
                 process.wait()
@@ -182,7 +182,7 @@ def _be_rank(folder: Path, parameters: str) -> None:
     plan = plan_model(training.model, base_directory=folder, vocab_size=257)
     _build_once_small(training, folder)
 
-    # From here on all that is held is the model's.
+    # Memory from here on belongs to the model.
     before = held()
     world = World(
         1,
@@ -214,7 +214,7 @@ def _be_rank(folder: Path, parameters: str) -> None:
 
 
 def _train(training: "Training", machinery: "Machinery", world: "World") -> None:
-    """Some steps of two slots each, without reading data: forward, backward, sums, update."""
+    """Train some steps of two slots each, without reading data: forward, backward, sums, update."""
     import torch
 
     from evergrad_trainer.models.parallel import build_gradient_sum
@@ -237,11 +237,11 @@ def _train(training: "Training", machinery: "Machinery", world: "World") -> None
 
 
 def _build_once_small(training: Any, folder: Path) -> None:
-    """Import what a model of this kind, its sharding and its first update import: not counted."""
+    """Trigger the imports of a model of this kind, its sharding and its first update, which do not count."""
     from evergrad_trainer.base import torch_private
     from evergrad_trainer.models.build import build_model, plan_model
 
-    # The compiler's package comes with the first update of an optimizer, and takes 100 MB and more.
+    # An optimizer's first update imports the compiler's package, which takes 100 MB and more.
     torch_private.import_slow_parts()
 
     small = {

@@ -1,6 +1,7 @@
-"""Sides of a benchmark that take turns: each is a process of its own, in the environment that its users have.
+"""Sides of a benchmark that alternate: each is a separate process, in the environment of its users.
 
-A process gets a line for each turn and answers with one line of JSON; while it waits it computes nothing.
+A process receives a line for each turn, and answers with one line of JSON. It computes nothing while it
+waits.
 """
 
 import contextlib
@@ -30,7 +31,8 @@ class Side:
         self._output = cast(TextIO, self._process.stdout)
 
     def take_turn(self) -> Any:
-        """Let it take one turn; returns its answer. Raises RuntimeError with its words where it ended."""
+        """Let the side take one turn, and return its answer. Raises RuntimeError with its output if it has
+        ended."""
         with contextlib.suppress(BrokenPipeError):
             self._input.write("\n")
             self._input.flush()
@@ -41,7 +43,7 @@ class Side:
         return json.loads(answer)
 
     def end(self) -> None:
-        """End it: its input ends, and it is killed where that is not enough."""
+        """End the side: close its input, and kill it if it does not exit."""
         with contextlib.suppress(BrokenPipeError):
             self._input.close()
         try:
@@ -69,9 +71,9 @@ def start_sides(
 
 
 def take_turns(sides: dict[str, Side], *, num_turns: int) -> dict[str, list[Any]]:
-    """Answers of ``num_turns`` turns of each, by name.
+    """Return the answers of ``num_turns`` turns of each side, by name.
 
-    The order is turned round each time: the one that comes second finds other caches.
+    The order alternates, because the second side finds other cache contents.
     """
     answers: dict[str, list[Any]] = {name: [] for name in sides}
     for number in range(num_turns):
@@ -81,15 +83,15 @@ def take_turns(sides: dict[str, Side], *, num_turns: int) -> dict[str, list[Any]
 
 
 class Turns:
-    """The other end: within the process of a side."""
+    """The other end of the connection, in the process of a side."""
 
     def __init__(self) -> None:
-        # Libraries print, too: their words go to the standard error.
+        # Libraries print, too. Redirect their output to stderr.
         self._answers: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
 
     def wait(self) -> bool:
-        """Wait for the next turn; False where there is none."""
+        """Wait for the next turn. Returns False if there is none."""
         return bool(sys.stdin.readline())
 
     def answer(self, value: Any) -> None:
@@ -98,6 +100,6 @@ class Turns:
         self._answers.flush()
 
     def serve(self, turn: Callable[[], Any]) -> None:
-        """Take every turn by calling ``turn``."""
+        """Call ``turn`` for each turn."""
         while self.wait():
             self.answer(turn())

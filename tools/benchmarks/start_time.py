@@ -1,7 +1,7 @@
-"""Process start → first step of a fresh 10M run: one process that trains, beside ``--workers 2``, in turns.
+"""Process start → first step of a new 10M run: one training process compared with ``--workers 2``, in turns.
 
-Several workers are members of an elastic run: a supervisor, a coordinator and the workers themselves start,
-and meet, before the first step.
+Several workers are members of an elastic run: a supervisor, a coordinator and the workers start and connect
+before the first step.
 """
 
 import argparse
@@ -18,19 +18,19 @@ _WORKERS = 2
 
 
 def measure(*, rounds: int = 5) -> list[Row]:
-    """Medians of both, and of what several workers cost."""
+    """Return medians of both, and the additional time of several workers."""
     found: dict[str, list[float]] = {"1": [], str(_WORKERS): []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_documents(folder / "documents.jsonl")
         document = manifest("bench", shape=SMALL)
-        # One thread a worker: two workers have as many cores as one process may use.
+        # One thread per worker: two workers then use as many cores as one process.
         document["spec"]["training"]["runtime"]["threads"] = 1
         (folder / "run.yaml").write_text(json.dumps(document))
         numbers = itertools.count()
         evergrad_seconds(folder, run=f"run-{next(numbers)}")  # prepares the data
         for number in range(rounds):
-            # The one that comes second finds other caches: the two change places.
+            # Alternate the order, because the second finds other cache contents.
             for workers, seconds in list(found.items())[:: -1 if number % 2 else 1]:
                 run = f"run-{next(numbers)}"
                 seconds.append(

@@ -1,6 +1,6 @@
-"""What a Trainer user runs: the 50M model, resumed from its newest checkpoint, saved at every step.
+"""The script of a Trainer user: the 50M model, resumed from its newest checkpoint, and saved at every step.
 
-Prints when steps end.
+Prints the times at which steps end.
 """
 
 import sys

@@ -1,11 +1,11 @@
-"""Tokens a second of a Llama: Evergrad against a hand-written torch loop and transformers' Trainer.
+"""Tokens per second of a Llama: Evergrad compared with a hand-written torch loop and transformers' Trainer.
 
-All three train the same model on the same batches, each in a process of its own, taking turns of a step, so
-that whatever else the machine does hits them alike. Evergrad's process begins as ``evergrad run`` does, with
-huge pages; the others as their users start them. The Trainer waits in a callback, and what is timed is its
-own part of each turn: its data, its loop and its log. Evergrad reads its data while it trains; the
-hand-written loop has its batches in memory. What Evergrad's loop and its records add to a step is less than a
-thousandth, as ``overhead.py`` measures.
+All three train the same model on the same batches, each in a separate process, alternating after each step,
+so that other load on the machine affects them equally. Evergrad's process uses huge pages, like
+``evergrad run``; the others start as their users start them. The Trainer waits in a callback, and its time is
+its own part of each turn: its data, its loop and its log. Evergrad reads its data while it trains; the
+hand-written loop has its batches in memory. Evergrad's loop and its records add less than a thousandth to a
+step, as measured by ``overhead.py``.
 """
 
 import argparse
@@ -45,16 +45,16 @@ from evergrad_trainer.training.exchange import NUM_FLAGS
 STEPS_A_TURN = 1
 SLOTS = 2
 _STEPS_IN_MEMORY = 8
-"""Steps whose batches the hand-written loop and the Trainer train again and again."""
+"""Number of steps whose batches the hand-written loop and the Trainer train repeatedly."""
 _WARM_UP = 2
-"""First turns of each, which compile and allocate, and do not count."""
+"""First turns of each side, which compile and allocate. They do not count."""
 EVERGRAD, HAND, TRAINER = "evergrad", "hand loop", "Trainer"
 
 
 def evergrad_turn(
     opened: Opened, training: Training, *, device: str = "cpu"
 ) -> Callable[[], None]:
-    """Evergrad's own step, as ``evergrad run`` builds it."""
+    """Return Evergrad's own step, built as in ``evergrad run``."""
     world = World(generation=1, rank=0, size=1, device=torch.device(device))
     plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
     machinery = build_machinery(
@@ -82,8 +82,8 @@ def evergrad_turn(
 def hand_turn(
     stream: TrainingStream, training: Training, *, compiled: bool, device: str = "cpu"
 ) -> Callable[[], None]:
-    """What a careful person writes: autocast, fused AdamW, gradients set to none, clipping, one loss read a
-    step."""
+    """Return a carefully written loop: autocast, fused AdamW, gradients set to None, clipping, and one read
+    of the loss per step."""
     plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
     model = build_model(plan, seed=0, precision="fp32")
     model.to(device)  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def hand_turn(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
-    # A hand-written loop would not read by our stream, so that its cost must not be theirs.
+    # Keep the batches in memory, because a hand-written loop would not read with Evergrad's stream.
     batches = itertools.cycle(_batches(stream))
 
     def turn() -> None:
@@ -119,7 +119,7 @@ def hand_turn(
 
 
 def _batches(stream: TrainingStream) -> list[dict[str, torch.Tensor]]:
-    """The micro-batches of the first steps."""
+    """Return the micro-batches of the first steps."""
     return [
         dict(stream.slot(step, slot).tensors)
         for step in range(1, _STEPS_IN_MEMORY + 1)
@@ -128,7 +128,7 @@ def _batches(stream: TrainingStream) -> list[dict[str, torch.Tensor]]:
 
 
 class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """The same samples for the Trainer, which shifts labels itself: a sample has one label less."""
+    """The same samples for the Trainer, which shifts labels itself, so that a sample has one label less."""
 
     def __init__(self, stream: TrainingStream) -> None:
         self._rows = torch.cat([batch["input_ids"] for batch in _batches(stream)])
@@ -142,20 +142,20 @@ class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Clock:
-    """Times turns: seconds, and seconds of this process's cores."""
+    """Measures turns in wall seconds and in seconds of this process's cores."""
 
     def __init__(self, device: str) -> None:
         self._device = device
         self.begun = self.read()
 
     def read(self) -> tuple[float, float]:
-        """Both, once the device has done what was asked of it."""
+        """Return both times, after the device has finished its work."""
         if self._device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter(), time.process_time()
 
     def take(self) -> tuple[float, float]:
-        """What has passed since the last call."""
+        """Return the times since the last call."""
         now, begun = self.read(), self.begun
         self.begun = self.read()
         return now[0] - begun[0], now[1] - begun[1]
@@ -163,7 +163,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all three train, and with what. ``shape``: samples, and tokens each, of a step."""
+    """The training setup of all three. ``shape``: samples of a step, and tokens of each sample."""
 
     precision: str = "fp32"
     compiled: bool = False
@@ -173,7 +173,7 @@ class Setting:
     threads: int = 2
 
     def training(self) -> Training:
-        """The recipe."""
+        """Return the recipe."""
         default = (8, 256) if self.precision == "fp32" else SMALL
         return build_training(
             precision=self.precision,
@@ -184,7 +184,7 @@ class Setting:
 
 
 def measure(setting: Setting | None = None, *, rounds: int = 10) -> list[Row]:
-    """Median tokens/s of each, and Evergrad's ratio to the others (median over turns)."""
+    """Return median tokens/s of each side, and Evergrad's ratio to the others (median over turns)."""
     setting = setting or Setting()
     training = setting.training()
     names = (EVERGRAD, HAND, TRAINER)
@@ -192,7 +192,7 @@ def measure(setting: Setting | None = None, *, rounds: int = 10) -> list[Row]:
         seconds = take_turns(sides, num_turns=rounds + _WARM_UP)
     kept = {name: values[_WARM_UP:] for name, values in seconds.items()}
 
-    # Tokens/s are for scale: a minute later the machine gives others.
+    # Tokens/s are only for comparison, because they change with the machine's load.
     what = (
         f"tokens/s, {setting.parameters} Llama, {setting.device}, {setting.precision}, "
         f"compile {'on' if setting.compiled else 'off'}"
@@ -217,8 +217,8 @@ def measure(setting: Setting | None = None, *, rounds: int = 10) -> list[Row]:
                 goal=f">= {goal}",
             )
         )
-        # Other work on the cores moves it less. Of one thread only: a helper thread that waits for work spins
-        # for a while, and that counts.
+        # Other load affects processor time less. Use it only with one thread: a waiting helper thread spins
+        # for a while, which counts.
         if setting.threads == 1 and setting.device == "cpu":
             core_ratios = [other[1] / own[1] for own, other in pairs]
             rows.append(_ratio_row(what, f"evergrad / {name}, processor time", core_ratios))
@@ -226,7 +226,7 @@ def measure(setting: Setting | None = None, *, rounds: int = 10) -> list[Row]:
 
 
 def _serve(side: str, setting: Setting) -> None:
-    """Be one side: train a step a turn and answer with its (wall, processor) seconds."""
+    """Run one side: train one step per turn, and answer with its (wall, processor) seconds."""
     turns = Turns()
     training = setting.training()
     if setting.device == "cpu":
@@ -258,11 +258,11 @@ def _serve(side: str, setting: Setting) -> None:
 def _serve_trainer(
     turns: Turns, stream: TrainingStream, training: Training, setting: Setting
 ) -> None:
-    """Let the Trainer train, a step for each turn."""
+    """Let the Trainer train one step per turn."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Waits(TrainerCallback):
-        """Answers behind each step, and waits for the next turn."""
+        """Answers after each step, and waits for the next turn."""
 
         clock = Clock(setting.device)
 
@@ -271,7 +271,7 @@ def _serve_trainer(
             control.should_training_stop = not turns.wait()
             self.clock.take()
 
-    # Its defaults, but for what the recipe says: so its users run it.
+    # Use its defaults except for the values of the recipe, like its users.
     plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
     with tempfile.TemporaryDirectory() as output:
         arguments = TrainingArguments(

@@ -1,9 +1,9 @@
-"""The second stage of ``two_stage_kl`` at a vocabulary of 32,000, beside a straightforward loop.
+"""The second stage of ``two_stage_kl`` with a vocabulary of 32,000, compared with a simple loop.
 
-The loop is what follows from the formula: logits of all tokens of the model and of the reference, their
+The loop implements the formula directly: logits of all tokens of the model and of the reference, their
 log-softmax, and KL(model ‖ reference) from both. Speed: both train the same model on the same batches in one
-process and take turns of a step, and change places each turn. Memory: the kernel's peak of a process of its
-own (``VmHWM``), Python and torch included.
+process, alternate after each step, and change their order in each turn. Memory: the kernel's peak of a
+separate process (``VmHWM``), including Python and torch.
 """
 
 import argparse
@@ -32,16 +32,16 @@ from evergrad_trainer.training.exchange import NUM_FLAGS
 
 BETA = 0.1
 SLOTS, SAMPLES, LENGTH = 2, 4, 512
-"""A step has two slots of four samples: 2,048 tokens, whose logits are 262 MB in fp32."""
+"""A step has two slots of four samples: 2,048 tokens, whose logits need 262 MB in fp32."""
 STEPS = 3
 """Steps of the process whose memory is measured."""
 _WARM_UP = 1
-"""First turns of each, which do not count."""
+"""First turns of each side, which do not count."""
 EVERGRAD, HAND = "evergrad", "two full tensors of logits"
 
 
 def build_recipe(estimator: str = "reverse") -> Training:
-    """Two stages, the first of one step."""
+    """Return a recipe with two stages, the first of one step."""
     return Training.model_validate(
         {
             "recipe": "two_stage_kl",
@@ -72,7 +72,7 @@ def build_recipe(estimator: str = "reverse") -> Training:
 
 
 def evergrad_turn(opened: Opened, training: Training) -> Callable[[], None]:
-    """Evergrad's own step in the second stage, as ``evergrad run`` builds it."""
+    """Return Evergrad's own step in the second stage, built as in ``evergrad run``."""
     world = World(generation=1, rank=0, size=1, device=torch.device("cpu"))
     plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
     machinery = build_machinery(training, opened, plan, world, with_weights=True)
@@ -87,14 +87,14 @@ def evergrad_turn(opened: Opened, training: Training) -> Callable[[], None]:
 
 
 def hand_turn(opened: Opened, training: Training) -> Callable[[], None]:
-    """The formula as it stands, with fused AdamW, gradients set to none, and clipping."""
+    """Return the direct formula, with fused AdamW, gradients set to None, and clipping."""
     plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
     model: Any = build_model(plan, seed=0, precision="fp32")
     reference = copy.deepcopy(model).requires_grad_(False).eval()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
-    # It would not read by our stream, so that its cost must not be its own.
+    # Keep the batches in memory, because the loop would not read with Evergrad's stream.
     stream = opened.data.train
     batches = itertools.cycle(
         [stream.slot(step, slot).tensors for step in range(2, 8) for slot in range(SLOTS)]
@@ -143,7 +143,7 @@ def _peak_bytes(kind: str) -> float:
 
 
 def _take_turns(*, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each turn, by name."""
+    """Return the seconds of each turn, by name."""
     set_threads(2)
     training = build_recipe()
     seconds: dict[str, list[float]] = {name: [] for name in TURNS}
@@ -151,7 +151,7 @@ def _take_turns(*, rounds: int) -> dict[str, list[float]]:
         opened = make_prepared_data(training, Path(name))
         turns = {kind: build(opened, training) for kind, build in TURNS.items()}
         for number in range(rounds + _WARM_UP):
-            # The one that comes second finds other caches: the two change places.
+            # Alternate the order, because the second finds other cache contents.
             for kind in list(turns)[:: -1 if number % 2 else 1]:
                 begun = time.perf_counter()
                 turns[kind]()
@@ -160,7 +160,7 @@ def _take_turns(*, rounds: int) -> dict[str, list[float]]:
 
 
 def measure(*, rounds: int = 10) -> list[Row]:
-    """Tokens/s and peaks of both, and their ratios."""
+    """Return tokens/s and peaks of both sides, and their ratios."""
     what = "two_stage_kl, second stage, vocabulary 32,000, 20M Llama, fp32, CPU"
     tokens = SLOTS * SAMPLES * LENGTH
     seconds = _take_turns(rounds=rounds)
@@ -168,7 +168,7 @@ def measure(*, rounds: int = 10) -> list[Row]:
         theirs / own for own, theirs in zip(seconds[EVERGRAD], seconds[HAND], strict=True)
     ]
     low, high = interval_of_median(ratios)
-    # Each in a process of its own: what one has allocated once, the kernel counts for ever.
+    # Use separate processes, because the peak of a process never decreases.
     peaks = {kind: _peak_bytes(kind) for kind in TURNS}
     return [
         *(

@@ -1,9 +1,9 @@
-"""Counts what can be counted about how the product reads: sizes, density, comments, fragments, long lines,
-import circles.
+"""Reports measurable properties of the product's code: sizes, density, comments, fragments, long lines,
+import cycles.
 
-``python tools/numbers/readability.py [COMMIT …]`` prints one table a commit; without one, of the working
-tree. ``--since COMMIT`` adds the trend since that commit. Tests, benchmarks and examples are left out. It is
-a report: no number fails a build.
+``python tools/numbers/readability.py [COMMIT …]`` prints one table per commit, or one table of the working
+tree without arguments. ``--since COMMIT`` adds the trend since that commit. Tests, benchmarks and examples
+are left out. It is only a report: no number fails a build.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 
 MAX_LINE = 110
 MAX_PARAMETERS = 6
-"""With more, a frozen dataclass is missing."""
+"""A function with more parameters should use a frozen dataclass."""
 _LAYOUT = {
     tokenize.NL,
     tokenize.NEWLINE,
@@ -36,7 +36,7 @@ _LAYOUT = {
 
 @dataclass(frozen=True)
 class Function:
-    """One ``def``, with its size from the first line to the last."""
+    """One ``def``, with its size from the first to the last line."""
 
     where: str
     name: str
@@ -56,7 +56,7 @@ class Class:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What was counted in a set of modules."""
+    """Counts of a set of modules."""
 
     modules: int
     lines: int
@@ -76,7 +76,7 @@ class Numbers:
 
 
 def count(texts: Mapping[str, str]) -> Numbers:
-    """The numbers of some modules, by their paths."""
+    """Return the counts of some modules, which are given by path."""
     functions = [
         one for where, text in texts.items() for one in find_functions(where, text)
     ]
@@ -124,7 +124,7 @@ def count(texts: Mapping[str, str]) -> Numbers:
 
 
 def find_functions(where: str, text: str) -> Iterator[Function]:
-    """All functions and methods of a module."""
+    """Yield all functions and methods of a module."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield Function(
@@ -143,7 +143,7 @@ def find_functions(where: str, text: str) -> Iterator[Function]:
 
 
 def find_classes(where: str, text: str) -> Iterator[Class]:
-    """All classes of a module."""
+    """Yield all classes of a module."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef):
             methods = [
@@ -161,9 +161,9 @@ def find_classes(where: str, text: str) -> Iterator[Class]:
 
 
 def count_tokens(text: str) -> tuple[int, int, int]:
-    """Tokens of code, lines that hold such a token, and lines that hold a comment and nothing else.
+    """Return the number of code tokens, of lines with such a token, and of lines with only a comment.
 
-    Docstrings are neither.
+    Docstrings count as neither.
     """
     prose = {
         number
@@ -184,7 +184,8 @@ def count_tokens(text: str) -> tuple[int, int, int]:
 
 
 def find_private_called_once(text: str) -> list[str]:
-    """Private functions and methods of a module whose names stand in it once besides their definitions."""
+    """Return private functions and methods of a module whose names occur only once outside their
+    definitions."""
     names: Counter[str] = Counter()
     private = []
     for node in ast.walk(ast.parse(text)):
@@ -200,7 +201,7 @@ def find_private_called_once(text: str) -> list[str]:
 
 
 def find_circles(texts: Mapping[str, str]) -> list[list[str]]:
-    """Groups of modules that import each other, imports for the type checker included."""
+    """Return groups of modules that import each other, including imports for the type checker."""
     modules = {module_name(where): text for where, text in texts.items()}
     imports = {
         name: set(find_imports(text)) & modules.keys() for name, text in modules.items()
@@ -215,7 +216,8 @@ def find_circles(texts: Mapping[str, str]) -> list[list[str]]:
 
 
 def _reachable(start: str, imports: Mapping[str, set[str]]) -> set[str]:
-    """Modules that a module leads to; itself only over a circle."""
+    """Return the modules that are reachable from a module. It contains the module itself only if there is a
+    cycle."""
     found: set[str] = set()
     front = set(imports[start])
     while front:
@@ -225,15 +227,15 @@ def _reachable(start: str, imports: Mapping[str, set[str]]) -> set[str]:
 
 
 def module_name(where: str) -> str:
-    """``cli/evergrad_cli/main.py`` → ``evergrad_cli.main``."""
+    """Return the module's name; for example, ``cli/evergrad_cli/main.py`` returns ``evergrad_cli.main``."""
     parts = Path(where).with_suffix("").parts[1:]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def find_imports(text: str) -> Iterator[str]:
-    """Modules that a module's head imports, also for the type checker.
+    """Yield the modules that a module imports at its top level, also for the type checker.
 
-    Those inside functions are left to import-linter.
+    Imports inside functions are left to import-linter.
     """
     body = list(ast.parse(text).body)
     for node in body:
@@ -247,9 +249,9 @@ def find_imports(text: str) -> Iterator[str]:
 
 
 def read_product(root: Path, commit: str | None) -> dict[str, str]:
-    """The product's modules by path, of a commit or of the working tree.
+    """Return the product's modules by path, of a commit or of the working tree.
 
-    The product is every folder of the root that has a pyproject.toml.
+    The product is every folder of the root that contains a pyproject.toml.
     """
     if commit is None:
         names = _git(root, "ls-files").decode().splitlines()
@@ -264,7 +266,7 @@ def read_product(root: Path, commit: str | None) -> dict[str, str]:
 
 
 def select_product(names: Collection[str]) -> list[str]:
-    """The modules among these files that belong to a package of the root."""
+    """Return the files in ``names`` that are modules of a package of the root."""
     folders = {
         name.split("/")[0] for name in names if re.fullmatch(r"[^/]+/pyproject\.toml", name)
     }
@@ -280,7 +282,7 @@ def _git(root: Path, *arguments: str) -> bytes:
 
 
 def measure(texts: Mapping[str, str]) -> dict[str, Numbers]:
-    """The numbers by folder, and of all."""
+    """Return the counts by folder, and the counts of all."""
     groups = {
         one: {where: text for where, text in texts.items() if where.startswith(f"{one}/")}
         for one in sorted({where.split("/")[0] for where in texts})
@@ -291,7 +293,7 @@ def measure(texts: Mapping[str, str]) -> dict[str, Numbers]:
 
 
 def render(tables: Mapping[str, Mapping[str, Numbers]]) -> str:
-    """Markdown: one table a commit, a row a measure, a column a package."""
+    """Return Markdown: one table per commit, with a row per measure and a column per package."""
     text = ""
     for title, table in tables.items():
         text += f"\n{title}\n\n| | {' | '.join(table)} |\n|---|{'---|' * len(table)}\n"
@@ -302,7 +304,7 @@ def render(tables: Mapping[str, Mapping[str, Numbers]]) -> str:
 
 
 def render_trend(since: str, before: Numbers, now: Numbers) -> str:
-    """Markdown: a row a measure, with its value then, now, and the difference."""
+    """Return Markdown: a row per measure, with its earlier value, its current value, and the difference."""
     text = f"\ntrend since {since}\n\n| | then | now | change |\n|---|---|---|---|\n"
     for name in Numbers.__dataclass_fields__:
         old, new = getattr(before, name), getattr(now, name)
