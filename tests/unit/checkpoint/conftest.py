@@ -21,7 +21,7 @@ from evergrad_trainer.distributed.world import Membership, World
 
 @dataclass
 class Solo:
-    """A manager in a world of one, what it told, and its state."""
+    """A manager in a world of one, its events, and its state."""
 
     manager: CheckpointManager
     directory: Path

@@ -1,4 +1,4 @@
-"""The newest checkpoint is read before it is asked for, where that can help."""
+"""The newest checkpoint is read before it is requested, if that can help."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``evergrad checkpoint list | verify | export``: what they print and how they exit."""
+"""``evergrad checkpoint list | verify | export``: their output and exit codes."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""A checkpoint is read once, and what is loaded is what was hashed."""
+"""A checkpoint is read once, and the loaded bytes are the hashed bytes."""
 
 import os
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Readers beside the run keep checkpoints from being retired, and dead ones do not."""
+"""Other processes that read a checkpoint prevent its removal, and dead processes do not."""
 
 import errno
 import os
@@ -134,7 +134,7 @@ def test_leases_that_cannot_be_listed_do_not_block_retention(
 def test_the_folder_of_leases_has_the_access_rights_of_the_checkpoints(
     tmp_path: Path, mode: int
 ) -> None:
-    """A reader of another user makes it for the run, which has to write leases of its own there."""
+    """A reader with another user creates the folder for the run, which must write its own leases there."""
     owner = os.getuid(), os.getgid()
     if os.getuid() == 0:
         owner = 1234, 5678

@@ -133,7 +133,8 @@ def test_a_second_save_waits_for_the_first(
     solo = make_solo(hook=At(faults.BEFORE_FSYNC, lambda: is_second.wait(60)))
     solo.manager.save(10, make_state(10), extra={"step": 10})
     assert solo.types() == []
-    # The first cannot have ended before this: where it has when the second returns, it was waited for.
+    # The first save cannot have ended before this. If it has when the second returns, the second waited for
+    # it.
     is_second.set()
     assert solo.manager.save(20, make_state(20), extra={"step": 20}) > 0.0
     assert solo.types() == ["save"]
@@ -536,7 +537,7 @@ def test_a_best_mark_of_a_missing_checkpoint_is_moved_and_a_valid_mark_is_kept(
     for step in (10, 20):
         solo.save(step)
     solo.manager.mark_best(20)
-    # As a start sets a damaged one aside, and goes on with one that has another best.
+    # As a start moves a damaged checkpoint away, and continues with one that has another best.
     shutil.rmtree(solo.directory / "step-20")
     solo.manager.mark_best(10)
     pointer = solo.directory / "best.json"
@@ -890,7 +891,7 @@ def test_a_refused_checkpoint_names_the_differing_recipe_fields(
         raised.value
     )
     assert "began with 0.001" in str(raised.value) and "hash" not in str(raised.value)
-    # Where both recipes read alike, the hashes are all that can be said.
+    # If both recipes look the same, the message can contain only the hashes.
     with pytest.raises(CheckpointError, match="the recipe's hash is 'recipe'"):
         make_solo(identity=Identity("run", "changed", "data", recipe=recipe)).restore()
 
@@ -979,7 +980,7 @@ def test_abandon_reports_a_save_that_ends_in_time_and_leaves_one_that_does_not(
     flight = stuck.manager._flight
     stuck.manager.abandon(patience_seconds=0.05)
     assert stuck.events == []
-    stuck.save(30)  # into memory of its own: the one left behind may still be read
+    stuck.save(30)  # into separate memory: the abandoned one may still be read
     gate.set()
     flight.background.join()
     assert stuck.names() == ["step-10", "step-20", "step-30"]

@@ -1,4 +1,5 @@
-"""The checkpoint of one step, which no other can stand for: trouble of the volume does not make it a lost one."""
+"""The checkpoint of one step, which no other can replace: an error of the volume does not mean that it is
+lost."""
 
 import errno
 import os

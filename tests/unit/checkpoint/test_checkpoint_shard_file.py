@@ -1,4 +1,4 @@
-"""A rank's file: what is appended is what is in it, at aligned offsets, with the hash of the whole."""
+"""A rank's file: it contains what was appended, at aligned offsets, with the hash of the whole."""
 
 import mmap
 import os

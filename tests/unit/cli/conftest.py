@@ -1,5 +1,4 @@
-"""A stand-in for an API server, for what needs no real one: the answers are set by path, the requests are
-kept."""
+"""A stand-in for an API server: responses are set by path, and requests are recorded."""
 
 import json
 import threading

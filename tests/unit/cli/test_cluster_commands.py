@@ -1,5 +1,4 @@
-"""Commands for a cluster against a stand-in for its API server: what is asked, what is printed,
-how it ends."""
+"""Commands for a cluster with a stand-in for its API server: their requests, output and exit codes."""
 
 import argparse
 import json
@@ -269,7 +268,7 @@ def test_a_pod_whose_port_cannot_be_forwarded_is_reported_with_the_server_messag
     api.refuse("GET", path, 500, "error dialing backend: no route to host")
     with pytest.raises(UnreachableError, match="answers with 500; error dialing backend"):
         connect_to_pod(api)
-    # A proxy that knows no websockets: neither the API server's refusal nor a connection.
+    # A proxy without websockets: it returns neither the API server's refusal nor a connection.
     api.on("GET", path, "welcome")
     with pytest.raises(
         UnreachableError, match=r"cannot be reached; .*Handshake status 200"

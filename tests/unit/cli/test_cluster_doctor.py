@@ -1,4 +1,4 @@
-"""``evergrad doctor``: what it thinks of what it finds, and how it ends."""
+"""``evergrad doctor``: its judgement of its findings, and its exit code."""
 
 import json
 from datetime import UTC, datetime

@@ -164,7 +164,7 @@ class Story:
         api.on("GET", RUN, self._run)
 
     def stream(self, name: str, *answers: Any) -> None:
-        """What each request for the output of pod ``name`` gets; a function is called first."""
+        """Set the responses to requests for the output of pod ``name``; a function is called first."""
         self.streams[name] = list(answers)
         self._api.on("GET", f"{PODS}/{name}/log", lambda request: self._next(name))
 

@@ -1,4 +1,4 @@
-"""What people see of a run on a cluster: tables, advice, what counts as output of which pod.
+"""The output for users about a run on a cluster: tables, advice, and which pod's output is shown.
 
 Values in, text out.
 """

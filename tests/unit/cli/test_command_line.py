@@ -1,4 +1,4 @@
-"""The command line as a whole: what is imported when, and what a wrong command line ends with."""
+"""The command line as a whole: when modules are imported, and the exit code of an invalid command line."""
 
 import os
 import re
@@ -230,7 +230,7 @@ def run_printing(
 def run_unread(
     ending: str, *, stream: str, unbuffered: str = ""
 ) -> subprocess.CompletedProcess[bytes]:
-    """As above, where nobody reads the pipe that ``stream`` is."""
+    """The same, with a pipe as ``stream`` from which no process reads."""
     reading, writing = os.pipe()
     os.close(reading)
     other = "stderr" if stream == "stdout" else "stdout"

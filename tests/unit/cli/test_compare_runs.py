@@ -1,4 +1,4 @@
-"""``evergrad compare-runs``: what counts as equal, what is told, and what is unusable."""
+"""``evergrad compare-runs``: which runs count as equal, its output, and unusable input."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Which commands begin anew with huge pages, and where."""
+"""Which commands start again with huge pages, and on which machines."""
 
 import os
 import sys
@@ -48,7 +48,7 @@ def test_no_tunables_are_chosen_if_they_would_have_no_effect(libc: str, pages: s
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
-    """Programs that replaced the process, on a machine whose kernel gives huge pages to those that ask."""
+    """Programs that replaced the process, on a machine whose kernel offers huge pages on request."""
     kernel = tmp_path / "enabled"
     kernel.write_text(ASKED + "\n", encoding="ascii")
     monkeypatch.setattr(huge_pages, "_KERNELS_CHOICE", kernel)
@@ -103,7 +103,7 @@ def test_only_programs_that_train_are_executed_again(
         monkeypatch.setattr(sys, "argv", ["evergrad", command, "--help"])
         with pytest.raises(SystemExit):
             main.main()
-        # A caller from Python has a process of its own, which is not ours to replace.
+        # A caller from Python has its own process, which must not be replaced.
         with pytest.raises(SystemExit):
             main.main([command, "--help"])
     assert asked == ["anew"] * 3

@@ -1,4 +1,4 @@
-"""``evergrad node``: what is wrong with its arguments is told at once, before anything heavy is imported."""
+"""``evergrad node``: errors in its arguments are reported before slow imports."""
 
 import errno
 import gc
@@ -25,7 +25,7 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "examples/elastic/trainingrun.ya
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    """A node that is about to serve stops collecting for a while; this process goes on."""
+    """A node that is about to serve pauses garbage collection, but this process continues."""
     yield
     gc.enable()
 
@@ -82,7 +82,7 @@ def test_an_unknown_host_is_reported(
 
 
 def start_node(tmp_path: Path, *arguments: str) -> tuple[int, tuple[ErrorKind | None, str]]:
-    """Exit code and termination message of a node that nobody will ever let in."""
+    """Return exit code and termination message of a node that is refused permanently."""
     (tmp_path / "token").write_text("secret")
     log = tmp_path / "last-words"
     common = [

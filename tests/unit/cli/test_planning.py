@@ -1,4 +1,4 @@
-"""A node's plan: what it asks before its data are prepared, and what behind that."""
+"""A node's plan: which checks come before the preparation of its data, and which come after it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -148,7 +148,7 @@ def test_a_file_that_loads_more_of_another_run_than_the_start_is_refused_by_that
         node.plan(began, is_one_of_many=False)
     # A node alone must not end the run of the others.
     node.plan(began)
-    # With steps the load says so, and with checkpoints the field has no effect.
+    # With steps, the load reports the problem; with checkpoints, the field has no effect.
     node.others_begin(has_record=False)
     node.begins_at = None
     node.plan(began, is_one_of_many=False)

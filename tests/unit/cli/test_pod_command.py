@@ -1,5 +1,5 @@
-"""``evergrad prepare`` as the first process of a pod: last words, patience with its host, a page of its
-progress."""
+"""``evergrad prepare`` as the first process of a pod: last messages, retries for host errors, and a status
+page."""
 
 import errno
 import http.client
@@ -34,7 +34,7 @@ spec:
 
 
 def prepare_in_pod(folder: Path, lines: str) -> tuple[int, tuple[ErrorKind | None, str]]:
-    """Run the command as the operator starts it; its exit code and its last words."""
+    """Run the command as the operator starts it; return its exit code and its last messages."""
     (folder / "config").mkdir()
     (folder / "config/run.yaml").write_text(MANIFEST)
     (folder / "volume").mkdir()
@@ -143,7 +143,7 @@ def test_a_client_that_never_completes_its_request_does_not_delay_the_end_of_the
     page = StatusPage("secret", port=0)
     with socket.create_connection(("127.0.0.1", page.port or 0)) as caller:
         caller.sendall(b"GET /status")
-        # The next caller waits behind it: the page is busy with the first.
+        # The next caller waits, because the page is busy with the first.
         time.sleep(0.2)
         page.close()
         assert page.port is None

@@ -1,4 +1,4 @@
-"""`evergrad prune`: what it lists, what it deletes, and above all what it leaves alone."""
+"""`evergrad prune`: what it lists and deletes, and especially what it does not delete."""
 
 import json
 import os
@@ -385,7 +385,7 @@ def test_a_run_that_an_unfinished_run_starts_from_is_kept_completely(
 def test_an_unreadable_run_is_kept_and_the_others_are_pruned(tmp_path: Path) -> None:
     run = make_directory(tmp_path / "first")
     other = make_directory(tmp_path / "second")
-    # Unreadable for every user, root among them, and still there for whoever only looks.
+    # It cannot be read by any user, including root, but its existence is visible.
     (other / "run.json").unlink()
     (other / "run.json").mkdir()
     (kept,) = find_leftovers(other, keep=1, now=NOW)
@@ -395,7 +395,7 @@ def test_an_unreadable_run_is_kept_and_the_others_are_pruned(tmp_path: Path) -> 
         "a complete run needs nothing of others"
     )
 
-    # What an unfinished one begins with is not known.
+    # It is not known from which run an unfinished run begins.
     (other / "complete.json").unlink()
     (kept,) = find_leftovers(run, keep=1, now=NOW, neighbours=[run, other])
     assert kept.is_kept and kept.why.startswith(

@@ -60,7 +60,7 @@ def metrics(tmp_path: Path) -> Path:
 def follow_through(
     directory: Path, monkeypatch: pytest.MonkeyPatch, *acts: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """The updates of a page: one, and one more behind each of ``acts``."""
+    """Return the updates of a page: one, and one more after each of ``acts``."""
     is_over, left, stream = threading.Event(), list(acts), io.BytesIO()
 
     def act(_: float) -> bool:
@@ -81,7 +81,7 @@ def test_a_page_opened_before_the_first_event_gets_the_whole_status_with_it(
     tmp_path: Path, events: Path, metrics: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events.touch()
-    # Rows may be read before the event that stands before them: the files are read one after the other.
+    # Rows may be read before the event that precedes them, because the files are read one after another.
     updates = follow_through(
         tmp_path,
         monkeypatch,
@@ -91,13 +91,13 @@ def test_a_page_opened_before_the_first_event_gets_the_whole_status_with_it(
     )
     before, _, begun, after = updates
     assert (before["beganAt"], before["status"]["phase"]) == (0.0, "Waiting")
-    # With another beginning the page forgets what it has.
+    # If the beginning differs, the page discards its content.
     assert begun["beganAt"] == after["beganAt"] == BEGIN
     assert begun["status"].keys() == before["status"].keys()
     assert (begun["status"]["run"], begun["status"]["step"]) == ("docs-lm", 1)
     assert begun["steps"]["from"] == 0 and begun["steps"]["x"] == [1]
     assert begun["times"]["x"] == [0]
-    # Then it gets what is new alone.
+    # Afterwards it receives only new items.
     assert "run" not in after["status"] and after["steps"]["from"] == 1
     assert after["times"]["x"] == [2]
 
@@ -116,7 +116,7 @@ def test_a_checkpoint_has_the_saved_step_and_not_the_step_of_its_report(
 def test_a_row_that_a_frozen_process_writes_late_is_not_counted_as_progress(
     tmp_path: Path, events: Path, metrics: Path, others: int
 ) -> None:
-    """It has step 101 of generation 1; the others have gone on from there in generation 2."""
+    """It has step 101 of generation 1; the others continued from that step in generation 2."""
     own = [step(number, generation=2) for number in range(101, 401)]
     rows = [
         *map(step, range(1, 101)),
@@ -191,7 +191,7 @@ def test_a_recreated_directory_is_read_from_its_start(
         metrics.unlink()
 
     def begin_anew() -> None:
-        # As long as the old one, and longer: its beginning alone tells.
+        # As long as the old file, and longer: only the beginning shows the difference.
         append(events, start(500))
         append(metrics, *(step(number, at=500 + number) for number in range(1, 61)))
 
@@ -199,7 +199,7 @@ def test_a_recreated_directory_is_read_from_its_start(
         tmp_path, monkeypatch, remove, begin_anew, lambda: append(metrics, step(61, at=561))
     )
     assert (first["beganAt"], first["status"]["step"]) == (BEGIN, 50)
-    # Until there is something new, what was read stays.
+    # Until there is something new, the content that was read stays.
     assert gone["beganAt"] == BEGIN and "steps" not in gone
     assert (anew["beganAt"], anew["status"]["step"]) == (BEGIN + 500, 60)
     assert anew["status"].keys() == first["status"].keys()
@@ -218,7 +218,7 @@ def test_a_page_forgets_the_steps_of_a_metrics_file_that_was_recreated(
         append(metrics, step(1, at=500), step(2, at=501))
 
     first, forget, anew = follow_through(tmp_path, monkeypatch, begin_anew)
-    # A page forgets what it has with another beginning, and takes a status with a run as a whole one.
+    # If the beginning differs, a page discards its content; a status with a run replaces the whole status.
     assert forget["beganAt"] != first["beganAt"] == anew["beganAt"] == BEGIN
     assert forget["status"]["run"] == "docs-lm" and "steps" not in forget
     assert (anew["steps"]["from"], anew["steps"]["x"]) == (0, [1, 2])
@@ -255,7 +255,7 @@ def test_a_request_that_a_browser_cancels_prints_nothing_on_the_terminal(
         with socket.create_connection(("127.0.0.1", port)) as browser:
             request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n"
             browser.sendall(request.encode())
-            # Closed at once, with a reset.
+            # Closed immediately, with a reset.
             browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         assert is_through.wait(100)
     assert capsys.readouterr().err == ""

@@ -64,7 +64,7 @@ def test_a_group_that_could_not_continue_without_a_node_is_refused_before_the_fi
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The command switches collection off for its own process, which here is that of all tests.
+    # The command disables garbage collection for its process, which is the process of all tests here.
     monkeypatch.setattr(gc, "disable", lambda: None)
     with pytest.raises(InputError) as error:
         run.execute(arguments(tmp_path, {"min": 1}, *options))

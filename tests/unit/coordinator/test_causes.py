@@ -1,4 +1,4 @@
-"""The vocabulary of causes: what is in it, and that it is used as values."""
+"""The vocabulary of causes: its content, and that causes are used as values."""
 
 from typing import get_args
 
@@ -29,11 +29,11 @@ def test_every_cause_has_its_own_text() -> None:
 
 
 def test_only_breaks_and_losses_have_a_status_cause_of_the_run() -> None:
-    # Planned changes end no pod, and what nobody has named is a crash to the operator.
+    # Planned changes end no pod, and an unknown cause counts as a crash in the operator.
     assert {cause for cause, one in CHANGES.items() if one.pod} == {
         *BREAKS,
         *get_args(Lost),
-        # No break of its own: the trouble of an `environment` is named in its place.
+        # This is not a separate break: the trouble of an `environment` is named instead.
         "volume_full",
     }
 

@@ -1,5 +1,5 @@
-"""Whatever happens in whatever order: once events stop and nodes answer, one group runs, or the run says what
-it waits for."""
+"""Random events in any order: when the events have stopped and nodes answer, one group runs, or the run
+reports the reason for waiting."""
 
 from collections.abc import Callable
 from typing import Any
@@ -154,7 +154,7 @@ GRACEFUL = st.lists(
 
 
 def is_at_rest(cluster: Cluster) -> bool:
-    """Whether the newest group is exactly what it should be, or what is missing has a name."""
+    """Return whether the newest group is exactly as expected, or the missing part is reported."""
     group = cluster.group
     if group.finished:
         return all(not node.is_alive for node in cluster.nodes)

@@ -1,4 +1,4 @@
-"""Connections of the processes beside nodes: when the coordinator ends one, and when none is made."""
+"""Heartbeat connections of processes next to the nodes: when the coordinator closes or refuses one."""
 
 import socket
 from collections.abc import Iterator
@@ -29,10 +29,10 @@ def test_only_a_heartbeat_connection_that_is_silent_for_longer_than_a_lease_is_c
 ):
     group = new_group(make_settings(lease_seconds=LEASE), generation=0, now=NOW)
     silent, recent = make_peer(NOW - LEASE - 1.5), make_peer(NOW - LEASE)
-    # The rules end the connections of nodes, and others those that say nothing at all.
+    # The rules close the connections of nodes, and other connections that send nothing.
     own = make_peer(NOW - 10 * LEASE, beats=False)
     assert find_silent_beats([silent, recent, own], group, NOW) == [silent]
-    # It is ended already, and what is left of it is on its way.
+    # It is closed already; the rest of it is still in transit.
     silent.close(patience=0)
     assert find_silent_beats([silent], group, NOW) == []
 
@@ -46,7 +46,7 @@ def test_a_suspended_coordinator_reads_received_data_before_it_judges_heartbeats
 
 
 class ConnectedError(Exception):
-    """The process has asked for a connection."""
+    """Whether the process has requested a connection."""
 
 
 def test_the_heartbeat_process_of_a_frozen_node_connects_only_after_the_node_continues(

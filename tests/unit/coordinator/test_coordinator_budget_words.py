@@ -1,4 +1,4 @@
-"""What a failure is called: a full volume is one cause, and no sentinel of the protocol reaches a message."""
+"""Names of failures: a full volume is one cause, and no sentinel of the protocol appears in a message."""
 
 from evergrad_coordinator.protocol import Broken
 from evergrad_coordinator.rules.budget import FailureBudget, GenerationFailure
@@ -28,7 +28,7 @@ def test_a_full_volume_is_its_own_cause_and_counts_like_a_host_fault() -> None:
     assert failure.cause == "volume_full" and failure.is_of_host
     other = GenerationFailure("0", 1.0, Broken(1, "environment", trouble="io"))
     assert other.cause == "environment"
-    # A newer node may send a trouble that this version does not know.
+    # A newer node may send a trouble that this version does not contain.
     assert (
         GenerationFailure("0", 1.0, Broken(1, "environment", trouble="new")).cause
         == "environment"

@@ -1,4 +1,4 @@
-"""A node's connection to its coordinator, against a server that says exactly what a test wants."""
+"""A node's connection to its coordinator, with a server that sends exactly what the test requires."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ def run_client(*answers: bytes) -> tuple[list[Message], int]:
         num_connections += 1
         await reader.readline()
         writer.write(b"".join(answers) if num_connections == 1 else WELCOME + END)
-        # The client hangs up when it has read the end, or what it refuses to read.
+        # The client closes the connection after it has read the end, or a message that it refuses.
         while await reader.read(65536):
             pass
         writer.close()

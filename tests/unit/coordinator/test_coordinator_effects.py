@@ -129,7 +129,7 @@ def test_effects_that_wait_for_an_unwritable_journal_are_bounded() -> None:
         nodes[0].say(Ping())
         assert b'"pong"' in nodes[0].sent and not nodes[0].is_closed
 
-        # The node that was not heard is to say everything again; the other one keeps its connection.
+        # The node whose message was lost must send everything again; the other node keeps its connection.
         store.is_failing = False
         await poll(lambda: server.effects.num_waiting == 0, "the plan")
         assert b'"plan"' in nodes[1].sent
@@ -147,7 +147,7 @@ def test_effects_that_wait_for_an_unwritable_journal_are_bounded() -> None:
 def test_a_node_whose_messages_were_dropped_is_ignored_until_it_reconnects(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also when the journal is back: what it says then follows on what was not taken."""
+    """The same after the journal works again: the next message continues after the rejected one."""
     store, taken = FailingStore(), []
     on_message = events.on_message
 
@@ -184,8 +184,8 @@ def test_any_number_of_nodes_that_do_not_read_is_disconnected() -> None:
         nodes = [Connection(server) for _ in range(600)]
         for number, node in enumerate(nodes):
             node.say(hello(str(number)))
-        # From now on nobody reads fast enough: the plan to the first ends its connection, which concerns
-        # all others.
+        # From now on, no node reads fast enough: the plan to the first node closes its connection, which
+        # affects all others.
         server.limits = dataclasses.replace(server.limits, unsent_bytes=-1)
         await poll(
             lambda: all(node.is_closed for node in nodes), "the end of all connections"

@@ -1,4 +1,4 @@
-"""A coordinator survives an error in its tick or its journal, and its health pages say if it does not."""
+"""A coordinator survives an error in its tick or its journal; otherwise its health pages report the error."""
 
 import asyncio
 import gc
@@ -31,7 +31,7 @@ PATIENCE = 200.0
 
 @dataclass
 class Place:
-    """A coordinator with its ports, and what it has logged."""
+    """A coordinator with its ports, and its log."""
 
     server: Server
     port: int
@@ -222,7 +222,7 @@ def test_any_error_of_the_journal_is_retried_until_the_plan_reaches_the_nodes() 
 
 
 class Gone(BaseException):
-    """An error that ends a task whatever it catches."""
+    """An error that ends a task in every case."""
 
 
 def test_a_coordinator_whose_journal_task_has_ended_is_unhealthy() -> None:

@@ -54,7 +54,7 @@ WRONG_TOKEN = "hello.token: not this run's. Give the node the token file that it
 
 
 def hello(cluster: Cluster, **changes: Any) -> Message:
-    """The answer to a stranger that says hello."""
+    """Return the answer to a hello from an unknown node."""
     values: dict[str, Any] = {
         "run": "r",
         "node": "7",
@@ -397,7 +397,7 @@ def test_a_start_may_last_while_its_members_report_that_their_state_grows() -> N
         cluster.run(1)
     assert cluster.group.generation == generation
 
-    # The same number again is no sign that anything moves.
+    # The same number again is not progress.
     for _ in range(3):
         nodes[1].say(Restoring(generation, 7000))
         cluster.run(1)
@@ -469,7 +469,8 @@ def test_a_node_that_spoke_first_after_a_suspension_of_the_coordinator_is_lost_i
     None
 ):
     cluster, nodes = start_running()
-    # The coordinator's host stood still for a minute. What had come meanwhile is read before its timers.
+    # The coordinator's host was suspended for a minute. Messages from this time are read before its timers
+    # run.
     cluster.now += 60
     for node in nodes:
         node.say(Ping())
@@ -484,7 +485,7 @@ def test_an_up_repeated_on_a_new_connection_does_not_lower_the_step() -> None:
     assert nodes[0].group
     generation = nodes[0].group.generation
     nodes[0].say(Progress(generation, 500))
-    # A node says again what may have been lost: that its group came up, which was long ago.
+    # A node repeats messages that may have been lost: its group came up long ago.
     nodes[1].disconnect()
     nodes[1].connect()
     nodes[1].say(Up(generation, 5))
@@ -753,7 +754,7 @@ def test_a_plan_has_its_cause_as_a_value_separate_from_its_reason(
 
 
 def break_whole_group(cluster: Cluster, *, step: int = 5) -> None:
-    """All see their peers fail, and nobody is lost."""
+    """All nodes see their peers fail, but no node is lost."""
     for node in [one for one in cluster.nodes if one.group]:
         node.step = step
         break_group(node, "peer_lost", step=step, message="Timed out waiting")
@@ -1092,7 +1093,7 @@ def test_the_status_names_finished_workers_and_the_other_nodes_get_finishing() -
     nodes[0].say(Finished(1, 0))
     status = build_status(cluster.group, now=cluster.now)
     assert (status["phase"], status["reason"]) == ("Running", "SomeWorkersFinished")
-    # A node speaks of its own ranks alone.
+    # A node reports only its own ranks.
     assert status["message"] == "rank 0 has finished, ranks 1-2 have not"
     nodes[0].say(Done(1))
     cluster.run(0.1)
@@ -1350,7 +1351,7 @@ def test_a_group_that_may_not_continue_may_not_commit_either() -> None:
 def test_a_lost_lease_is_not_a_request_to_stop(code: int, is_stunned: bool) -> None:
     cluster, nodes = start_running(recovery="fresh")
     if is_stunned:
-        # The coordinator's host stood still; the connections have stood.
+        # The coordinator's host was suspended, but the connections stayed open.
         cluster.now += 3
         cluster.carry_out(events.on_tick(cluster.group, now=cluster.now))
     else:
@@ -1380,8 +1381,8 @@ def test_a_stop_request_on_a_new_connection_counts() -> None:
 def test_a_run_that_stopped_without_a_coordinator_is_not_started_again(
     recovery: str,
 ) -> None:
-    """Its workers have ended: a node that comes back has no place in a group any more, and says how the run
-    has ended."""
+    """Its workers have ended: a node that reconnects has no place in a group any more, and receives the run's
+    outcome."""
     cluster, nodes = start_running(recovery=recovery)
     generation = cluster.group.generation
     for node in nodes:
@@ -1531,7 +1532,7 @@ def test_an_unobserved_group_is_waited_for_although_the_first_connected_node_is_
         node.is_cut = True
     cluster.restart_coordinator()
     cluster.start("7")
-    cluster.start("7")  # replaces the only connected node: for a moment nobody is there
+    cluster.start("7")  # replaces the only connected node: briefly no node is connected
     cluster.start("8")
     cluster.run(0.5)
     assert find_phase(cluster.group) is GroupPhase.ADOPTING

@@ -1,4 +1,4 @@
-"""The course of a run for its page: what is kept, what is merged, and what is sent."""
+"""The history of a run for its page: stored items, merged items, and sent updates."""
 
 import json
 from typing import Any
@@ -25,7 +25,7 @@ from evergrad_coordinator.rules.state import MOST_SETS
 
 
 def apply(track: dict[str, Any], change: dict[str, Any] | None) -> None:
-    """What the page does with a change."""
+    """Apply a change as the page does."""
     if change is None:
         return
     begin = change["from"]
@@ -217,7 +217,7 @@ def test_a_page_gets_the_time_accounting_and_the_texts_once() -> None:
     first = read(history, group, now=10.0)["status"]
     assert first["uses"] == {"training": 30, "idle": 10}
     assert first["useTexts"] == USES
-    # What programs subtract is not for a page.
+    # Values that programs subtract are not for a page.
     assert "usage" not in first
     ledger.close_interval(now=20.4)
     assert read(history, group, now=20.4)["status"] == {

@@ -1,4 +1,4 @@
-"""What the time of a run's nodes goes to, as its coordinator counts it."""
+"""How the coordinator counts the time of a run's nodes."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def start_running(number: int = 3, **settings: object) -> Cluster:
 
 
 def counted(cluster: Cluster) -> dict[Use, int]:
-    """Seconds of all nodes by use; time that is still open counts as what it was taken for."""
+    """Return the seconds of all nodes by use; open time counts for its current use."""
     ledger = dataclasses.replace(
         cluster.group.ledger,
         counted=dict(cluster.group.ledger.counted),
@@ -72,7 +72,7 @@ def test_nodes_that_train_are_in_training() -> None:
     before = counted(cluster).get("training", 0)
     cluster.run(20)
     assert counted(cluster)["training"] - before == pytest.approx(60, abs=1)
-    # The nodes came at once: nothing was waited for but the group itself.
+    # The nodes came at the same time, so only the forming of the group took time.
     assert set(counted(cluster)) <= {"training", "startup", "waiting"}
 
 
@@ -106,7 +106,7 @@ def test_steps_below_the_highest_step_are_counted_as_repeated() -> None:
     cluster = start_running()
     report(cluster.nodes[0], 40)
     cluster.run(5)
-    # Workers that begin afresh go on from a checkpoint: of step 10, as all say.
+    # Fresh workers continue from a checkpoint: the checkpoint of step 10, as all report.
     for node in cluster.nodes:
         node.step = 10
     node = cluster.nodes[0]
@@ -131,7 +131,7 @@ def test_evaluations_and_saves_are_subtracted_from_training() -> None:
     assert counted(cluster)["evaluation"] == 12
     assert counted(cluster)["saving"] == 6
     assert counted(cluster)["training"] == pytest.approx(12, abs=2)
-    # A counter that begins anew, as after a move of rank 0, takes nothing.
+    # A counter that starts again, as after a move of rank 0, subtracts nothing.
     cluster.run(1)
     report(rank_0, 3, evaluating=0.0, saving=0.0)
     assert counted(cluster)["evaluation"] == 12
@@ -163,7 +163,7 @@ def test_a_node_that_trained_under_another_coordinator_has_joined_before() -> No
     cluster.run(5)
     ledger = cluster.group.ledger
     assert set(ledger.joined.values()) == {ledger.began_at}
-    # The group went on, and so did its training.
+    # The group continued, and so did its training.
     assert set(counted(cluster)) == {"training"}
 
 

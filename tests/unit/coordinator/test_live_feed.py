@@ -1,4 +1,4 @@
-"""The page and its events over HTTP: who may read them, how many, and what happens to those that do not read."""
+"""The page and its events over HTTP: who may read them, the limits, and connections that do not read."""
 
 import asyncio
 import base64
@@ -88,7 +88,8 @@ def test_a_local_browser_needs_no_token_on_loopback() -> None:
         assert await place.status("/live") == 200
         # All else does, as before.
         assert await place.status("/status") == 401
-        # Another site may make a browser ask: across, or under a name of its own that leads here.
+        # Another site may make a browser send a request: cross-site, or through its own name that resolves to
+        # this host.
         assert await place.status("/live", "Sec-Fetch-Site: cross-site") == 401
         reader, writer = await asyncio.open_connection("127.0.0.1", place.port)
         writer.write(b"GET /live HTTP/1.1\r\nHost: evil.example:80\r\n\r\n")
@@ -190,7 +191,7 @@ def test_pages_beyond_the_bound_are_refused_without_displacing_others() -> None:
         for reader, _ in pages:
             await read_update(reader)
         assert await place.status("/live") == 503
-        # The places of requests that are answered at once are others.
+        # Requests that are answered immediately use other slots.
         for _ in range(2 * MAX_CONNECTIONS):
             assert await place.status("/healthz") == 200
         await read_update(pages[0][0])
@@ -248,7 +249,7 @@ def test_pages_that_are_reopened_repeatedly_share_one_snapshot(
 def test_an_expensive_snapshot_delays_no_update_and_is_shared_for_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A reload of the page of a long run made it stand still for minutes."""
+    """A reload of the page of a long run made it hang for minutes."""
     spent, rewound, rewind = [0.0], list[object](), live_feed.rewind
 
     def rewind_slowly(history: RunHistory) -> None:
@@ -349,7 +350,7 @@ def results(second: int) -> dict[str, float]:
 
 
 class OpenPage:
-    """The connection of a page that reads at once; counts what it is sent."""
+    """The connection of a page that reads immediately; counts the bytes that it receives."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -459,7 +460,7 @@ def test_the_page_is_one_file_and_only_its_own_scripts_and_styles_may_run(
         for text in re.findall(rf"<{tag}>(.*?)</{tag}>", page.text, re.DOTALL):
             digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
             assert f"'sha256-{digest}'" in policy
-    # Nothing is loaded from anywhere: no address but those of comments.
+    # Nothing is loaded from other hosts: the only addresses are in comments.
     assert not re.search(r"(?:src|href)\s*=\s*[\"'](?!data:)", page.text)
     assert not re.search(r"\bstyle=", page.text)
     assert len(page.text) < 150_000

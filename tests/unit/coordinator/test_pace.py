@@ -1,4 +1,4 @@
-"""The pace of a script: what is left, from reports alone."""
+"""The pace of a script: the remaining time, from reports alone."""
 
 from evergrad_common.step_rate import Pace
 

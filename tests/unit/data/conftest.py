@@ -65,7 +65,7 @@ def topics() -> list[str]:
 
 @pytest.fixture
 def prepared_in(tmp_path: Path) -> Callable[..., Prepared]:
-    """``prepare`` of a recipe whose sources lie in ``tmp_path``."""
+    """Run ``prepare`` for a recipe whose sources are in ``tmp_path``."""
 
     def run(recipe: Training, **options: Any) -> Prepared:
         return prepare(

@@ -1,4 +1,4 @@
-"""Lines → texts: what is a document, what is passed over and why."""
+"""Conversion of lines to texts: which lines are documents, and why others are skipped."""
 
 import io
 import json

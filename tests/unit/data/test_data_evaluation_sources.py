@@ -1,4 +1,5 @@
-"""Sources that are only evaluated on may change between two starts; what a name stands for may not."""
+"""Sources that are only used for evaluation may change between two starts, but the meaning of a name may
+not."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -53,7 +53,7 @@ def test_fields_are_tagged_rounded_shortened_and_omitted(tmp_path: Path) -> None
 def test_drawn_documents_depend_only_on_seed_pass_and_content(tmp_path: Path) -> None:
     others = [{**MOLECULE, "CID": number} for number in range(200)]
     texts = write(tmp_path, others)
-    # Neither the lines beside it nor a string around it change a document.
+    # Neither neighbouring lines nor a string around the object change a document.
     assert write(tmp_path, [json.dumps(others[7])]) == texts[7:8]
     assert write(tmp_path, others[:3], "--seed", "1") != texts[:3]
     twice = write(tmp_path, others[:3], "--passes", "2")

@@ -1,4 +1,4 @@
-"""The files that a source's path names: folders, patterns, their order, and what is wrong with them."""
+"""The files that a source's path names: folders, patterns, their order, and errors."""
 
 import os
 from collections.abc import Callable

@@ -77,7 +77,7 @@ def of_first_versions(recipe: Recipe) -> Recipe:
 
 
 def text_of(source: PreparedSource) -> str:
-    """The text of its tokens, without what is learned of it."""
+    """Return the text of its tokens, including tokens that are not learned."""
     (shard,) = source.train.shards
     values = np.fromfile(shard.path, dtype=source.train.dtype)
     # Ids of the byte tokenizer are bytes; each is kept with its mark.

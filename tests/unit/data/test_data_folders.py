@@ -122,7 +122,7 @@ def test_compressed_files_give_the_same_bytes_and_the_same_data_as_plain_files(
         plain.content_hash,
     )
     assert len(source.train.shards) > 3
-    # A run that began with the plain file goes on with the compressed one.
+    # A run that began with the plain file continues with the compressed file.
     where = {"base_directory": tmp_path, "prepared_directory": tmp_path / "prepared"}
     check_unchanged(before, training(data=data), **where)
 
@@ -389,7 +389,8 @@ SCAN_CACHE = "evergrad_trainer.data.preparation.scan_cache"
 
 
 def note_scans(monkeypatch: pytest.MonkeyPatch, *, failing: int = 0) -> list[str]:
-    """Names of the files scanned from now on. ``failing``: number of the one that cannot be read."""
+    """Record the names of the files that are scanned from now on. ``failing``: number of the unreadable
+    file."""
     read: list[str] = []
     real = sources.scan_file
 

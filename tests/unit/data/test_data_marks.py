@@ -1,4 +1,4 @@
-"""Which tokens of a row are learned where one lies across the border of prompt and completion."""
+"""Which tokens of a row are learned if a token crosses the border between prompt and completion."""
 
 import json
 from collections.abc import Callable
@@ -26,8 +26,8 @@ MERGES = [("P", "a"), ("Pa", "r"), ("Par", "i"), ("Pari", "s"), ("Ġ", "Paris")]
 
 
 def with_paris(*, trims: bool) -> Tokenizer:
-    """Bytes, and a token of the word Paris with the space before it. ``trims``: the space is none of the
-    characters that the token says it is of."""
+    """Bytes, and a token for the word Paris with the preceding space. ``trims``: the token's offsets do not
+    include the space."""
     vocabulary = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, MERGES)]
     backend = Tokenizer(
         models.BPE(vocab={token: at for at, token in enumerate(vocabulary)}, merges=MERGES)
@@ -74,7 +74,7 @@ def test_a_token_that_overlaps_a_completion_is_learned_and_earlier_tokens_are_no
     found = reader.read(0)
     assert [backend.id_to_token(one) for one in found.ids[found.marks].tolist()] == tokens
 
-    # What is generated begins with the first learned token, which the prompt does not hold.
+    # The generated text begins with the first learned token, which is not a part of the prompt.
     prompts = PromptSource(
         reader, sequence_length=16, settings=Generation.model_validate({})
     )

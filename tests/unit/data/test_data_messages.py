@@ -170,7 +170,7 @@ def test_a_template_that_writes_the_date_uses_the_date_of_the_manifest(
     assert prepared_in(dated).sources[0].documents == 1
     text = render(template, answer(content="yo"), date="2025-06-01")
     assert text.startswith("Today: 2025-06-01 01 Jun <user>hi;")
-    # A template that can do without one is not asked for it.
+    # A template that does not need the value gets none.
     optional = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}" + PLAIN
     assert render(optional, answer(content="yo")).startswith("<user>")
     assert render(optional, answer(content="yo"), date="2025-06-01").startswith(
@@ -181,7 +181,7 @@ def test_a_template_that_writes_the_date_uses_the_date_of_the_manifest(
 def test_message_parts_that_a_template_omits_are_counted(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
-    """Reasoning of an earlier turn, and calls; what is written in another form is there."""
+    """Reasoning of an earlier turn, and calls: parts that are written in another form are present."""
     template = (
         "{% for m in messages %}<{{ m.role }}>{% if loop.last %}{{ m.reasoning_content }}{% endif %}"
         "{{ m.content | upper if m.role == 'user' else m.content }};{% endfor %}"

@@ -108,7 +108,7 @@ def test_both_completions_follow_the_prompt_and_only_completions_are_learned(
 def test_turns_of_the_prompt_are_not_learned_as_completion(
     training: Make, prepared_in: Prepare, tmp_path: Path, template: str, has_prompt: bool
 ) -> None:
-    """A prompt of its own, and one that is what both conversations begin with."""
+    """A separate prompt, and a prompt that is the common beginning of both conversations."""
     before, good, bad = turns("hi", "yo", "?"), turns("!", first=1), turns("no", first=1)
     row = {"prompt": before, "chosen": good, "rejected": bad}
     if not has_prompt:
@@ -275,7 +275,7 @@ def test_a_pair_with_an_overlong_row_is_truncated_in_both_rows_or_omitted(
     write(
         tmp_path,
         {"prompt": "a", "chosen": "b" * 50, "rejected": "c"},
-        # What would be left of these are the same tokens, or a prompt.
+        # The rest of these rows would be equal tokens, or only a prompt.
         {"prompt": "a", "chosen": "b" * 50, "rejected": "b" * 60},
         {"prompt": "a" * 50, "chosen": "b", "rejected": "c"},
     )
@@ -341,7 +341,7 @@ def test_pairs_of_a_parquet_file_with_other_column_names_are_the_same(
 def test_the_description_of_rows_without_pairs_is_unchanged(
     training: Make, tmp_path: Path
 ) -> None:
-    """Their description is a part of their fingerprint: what was prepared before is found again."""
+    """The description is a part of the fingerprint, so data that were prepared before are found again."""
     form = row_format(training(recipe="sft"), tmp_path)
     assert form is not None and form.to_json().keys() == {
         "messages_field",

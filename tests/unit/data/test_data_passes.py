@@ -115,7 +115,7 @@ def test_a_step_has_the_same_samples_for_any_reader_of_its_slots_and_any_start_s
     samples = {
         step: [whole.train.slot(step, slot).samples for slot in range(12)] for step in steps
     }
-    # Begun anew at each step, as after a kill, by another number of processes in another order.
+    # Restart at each step, as after a kill, with another number of processes in another order.
     for step in reversed(steps):
         _, begun = opened(data=data, batching=batching)
         world = 1 + step % 5
@@ -145,7 +145,7 @@ def test_existing_runs_keep_their_fingerprint_and_their_order(
 ) -> None:
     _, data = opened()
     stream = data.train
-    # Written out: what a run's checkpoints hold must never need another field.
+    # Written out, because the content of a run's checkpoints must never need another field.
     facts = {
         **stream.stages[0].facts,
         "order": 1,
@@ -205,7 +205,7 @@ def test_each_source_runs_through_whole_permutations_across_epoch_boundaries() -
 @pytest.mark.acceptance("number-C-32")
 @pytest.mark.capability("C-32", "O-78")
 def test_a_mixture_ends_when_its_first_or_its_last_source_is_exhausted() -> None:
-    # Source after source in turns: the third of the one stands at position 4, the tenth of the other at 19.
+    # The sources alternate: the third item of one is at position 4, the tenth of the other at position 19.
     turns = Mixture([3, 10], weights=[1, 1], seed=0)
     assert exhausted_after(turns, Fraction(1), "first") == 5
     assert exhausted_after(turns, Fraction(1), "all") == 20

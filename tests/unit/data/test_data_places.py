@@ -1,4 +1,4 @@
-"""Where the data of a run begin that has the position of another one, in another mixture."""
+"""Start positions of the data of a run that continues another run in another mixture."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -147,7 +147,8 @@ def test_a_cursor_of_other_sources_is_not_a_position() -> None:
 
 @pytest.mark.parametrize("passes", [False, True])
 def test_mixtures_with_start_positions_match_values_computed_by_hand(passes: bool) -> None:
-    """B of 5 items has given 7: it goes on with the third of its second pass, keyed by its old number."""
+    """B of 5 items has given 7: it continues with the third item of its second pass, keyed by its old
+    number."""
     places = [SourcePosition("b", "B", 1, 7), SourcePosition("c", "C", 2, 0)]
     mixture: Order = Mixture([5, 4], weights=[1, 1], seed=3, places=places)
     if passes:
@@ -175,7 +176,7 @@ def test_a_kept_source_continues_exactly_and_a_new_source_starts_at_its_first_it
     start = old.start.go_on(6, cursor=old.cursor(6), data_fingerprint=old.fingerprint)
     new = stream_of(("c", "C", 9, 1.0), ("bee", "B", 11, 2.0), start=start, passes=passes)
 
-    # The old run, had it gone on, would have given these items of B, one after the other.
+    # If the old run had continued, it would have given these items of B in this order.
     read = old.cursor(6)["b"]
     whole = samples(old, "b", range(1, 400))
     kept = samples(new, "bee", range(7, 30))

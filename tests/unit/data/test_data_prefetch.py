@@ -1,4 +1,4 @@
-"""The prefetcher: right batches under every plan, errors where they belong, no thread left behind."""
+"""The prefetcher: correct batches with every plan, errors at the right call, and no remaining thread."""
 
 import random
 import threading
@@ -14,7 +14,7 @@ from evergrad_trainer.data.prefetch import Prefetcher
 
 
 class Stream:
-    """Hands out numbered batches, and waits or fails where it is told to."""
+    """Returns numbered batches, and waits or fails at given numbers."""
 
     def __init__(self) -> None:
         self.reads: Counter[tuple[int, int]] = Counter()
@@ -38,7 +38,7 @@ class Stream:
 
 
 def prefetch_threads() -> set[threading.Thread]:
-    """Those of other tests' prefetchers too, where they were left to end with the process."""
+    """Includes threads of other tests' prefetchers, which end only with the process."""
     return {
         thread for thread in threading.enumerate() if thread.name == "evergrad-prefetch"
     }
@@ -134,7 +134,7 @@ def test_batches_are_pinned_by_the_thread_that_reads_them(
         pinned.append(threading.current_thread().name)
         return self.clone()
 
-    # A device is needed to pin memory; what is asked of it is noted here.
+    # Pinning memory needs a device, so record the calls instead.
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     stream = Stream()
     prefetcher = Prefetcher(stream, prepare=pin)

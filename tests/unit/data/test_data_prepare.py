@@ -1,4 +1,4 @@
-"""prepare in one process: what is published, when it is reused, and every message about bad input."""
+"""prepare in one process: its published files, their reuse, and every message about invalid input."""
 
 import errno
 import json

@@ -116,7 +116,7 @@ def test_rows_with_tools_use_the_template_that_transformers_uses_for_them(
     assert found.render({"messages": messages}) == text
     assert len(seen) == 3
 
-    # What is exported answers with the same templates.
+    # An export uses the same templates.
     load_directory(tmp_path).save_pretrained(tmp_path / "copy")
     copy = PreTrainedTokenizerFast.from_pretrained(str(tmp_path / "copy"))
     assert copy.chat_template == templates

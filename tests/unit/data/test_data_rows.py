@@ -190,7 +190,7 @@ def test_prompts_among_conversations_are_trained_on_if_malformed_rows_are_skippe
 
 
 LONG = {"prompt": "p" * 10, "completion": "c" * 20}
-"""31 tokens, where a sample holds 17."""
+"""31 tokens, but a sample has room for 17."""
 LONG_PROMPT = {"prompt": "p" * 20, "completion": "c"}
 
 
@@ -221,7 +221,7 @@ def test_overlong_rows_are_reported_after_any_number_of_malformed_rows(
     assert {one.what for one in named} == {"the row has 31 tokens, and a sample holds 17"}
     assert last.what == "70 of 270 rows are too long"
 
-    # Where neither pass, the first ones of both are those of the file.
+    # If neither fits, the first rows of both are the first rows of the file.
     write(tmp_path, *[LONG] * 2, *[{}] * 200)
     with pytest.raises(DataError) as refused:
         prepared_in(sft(training))
@@ -383,7 +383,7 @@ def repeat(path: Path) -> None:
 
 
 def blank(path: Path) -> None:
-    """With zeros in the place of all rows, as a crash may leave a file of the right length."""
+    """Replace all rows with zeros, as a crash may leave a file with the right length."""
     path.write_bytes(bytes(path.stat().st_size))
 
 
@@ -405,7 +405,7 @@ def test_an_index_that_does_not_match_the_rows_is_refused(
     damage: Callable[[Path], None],
     said: str,
 ) -> None:
-    """Where one row begins is where the one before it ends: they would be trained on as one."""
+    """A row begins where the previous row ends, so both would be trained as one row."""
     write(tmp_path, *({"prompt": "a", "completion": "b"} for _ in range(20)))
     (source,) = prepared_in(sft(training, data={"heldOut": {"count": 10}})).sources
     sequence = source.train if stream == "train" else source.held_out

@@ -56,7 +56,7 @@ def test_dropout_that_is_saved_in_a_tokenizer_is_disabled(
 ) -> None:
     recipe = training(tokenizer={"type": "transformers", "path": "tok"})
     here = prepared_in(recipe)
-    # In helper processes, each with a tokenizer of its own.
+    # In helper processes, each with its own tokenizer.
     moved = training(
         tokenizer={"type": "transformers", "path": "tok"},
         data={"preparedDirectory": "other"},
@@ -77,7 +77,7 @@ def test_dropout_that_is_saved_in_a_tokenizer_is_disabled(
     load_directory(dropping).save_pretrained(tmp_path / "exported")
     exported = Tokenizer.from_file(str(tmp_path / "exported" / "tokenizer.json"))
     assert exported.model.dropout is None
-    # What a version with dropout prepared is other data, and is not taken for this.
+    # Data that a version with dropout prepared are different data, and are not used.
     assert load_directory(dropping).identity.endswith("-no-dropout")
     assert not fixed.identity.endswith("-no-dropout")
 

@@ -24,7 +24,7 @@ Write = Callable[[Path, Sequence[str]], Path]
 def told(
     tmp_path: Path, documents: Write, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """What ``evergrad prepare`` prints for a run of steps of four windows of 16 tokens."""
+    """Return the output of ``evergrad prepare`` for a run with steps of four windows of 16 tokens."""
     documents(tmp_path / "docs.jsonl", [f"{number:02}\tone line\n" for number in range(50)])
     training = {
         "model": {"config": {"model_type": "llama"}},

@@ -1,5 +1,4 @@
-"""One pass over a source file: hash, lines, chunks, ids; what is wrong with a file; what is
-remembered of it."""
+"""One pass over a source file: hash, lines, chunks and ids; errors in a file; and the stored result."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Stages: which one a step belongs to follows from the step alone, and each has an order of its own."""
+"""Stages: the stage of a step depends only on the step, and each stage has its own order."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,5 @@
-"""Windows of prepared token files: every token once as a label, whatever the shards; files that break
-underneath."""
+"""Windows of prepared token files: each token is a label once, for any shards; and files that are damaged
+later."""
 
 import errno
 import gc

@@ -1,4 +1,4 @@
-"""Files of token ids whose width or byte order is not the one that the manifest names."""
+"""Files of token ids whose width or byte order differs from the manifest."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_ids_of_another_width_or_byte_order_are_refused_with_the_right_dtype(
 def test_ids_of_the_dtype_in_the_manifest_are_accepted(
     ids: "np.ndarray[tuple[int], np.dtype[np.int64]]", declared: str
 ) -> None:
-    """Numbers that alternate with one separator, a few ids with zeros, and padding are no sign."""
+    """Numbers that alternate with one separator, a few ids with zeros, and padding are not a sign of this."""
     assert (
         find_layout(ids.astype(np.dtype(declared).newbyteorder("<")).tobytes(), declared)
         is None

@@ -1,4 +1,4 @@
-"""Compressed files: the same content, and an error with file and position where one is damaged."""
+"""Compressed files: the same content, and an error with file and position if one is damaged."""
 
 import gzip
 import random

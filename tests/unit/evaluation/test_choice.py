@@ -1,4 +1,4 @@
-"""Which checkpoint and which sets are meant, and what is said where there is none."""
+"""Which checkpoint and which sets an argument means, and the message if there is none."""
 
 import errno
 import time

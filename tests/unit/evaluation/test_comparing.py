@@ -70,7 +70,7 @@ def test_each_result_has_a_verdict(
 ) -> None:
     [one] = compare_with_run(directory, [row(**changes)], tolerance=tolerance)
     assert one.verdict.startswith(verdict)
-    # Only an agreement is one: a set that was not compared is no proof.
+    # A set that was not compared is not an agreement.
     assert one.is_equal == verdict.startswith("as the run measured it")
 
 

@@ -215,7 +215,7 @@ def test_a_measure_that_calls_the_model_repeatedly_ends_at_the_call_after_the_gr
     with pytest.raises(PeerLostError, match="the group was given up"):
         run(runner, Samples(rows(), 2), ended)
     assert len(calls) == 3
-    # What looks is gone with the evaluation.
+    # The hook is removed after the evaluation.
     model(torch.zeros(1, dtype=torch.int64))
 
 
@@ -232,7 +232,7 @@ def test_metrics_can_be_computed_from_the_means_of_the_parts() -> None:
 
 @pytest.mark.parametrize("is_own", [False, True])
 def test_a_stage_without_a_part_has_no_value_for_it(is_own: bool) -> None:
-    """The tally is that of the stage, whose losses do not have the part."""
+    """The tally belongs to the stage, whose losses do not have the part."""
     samples = Samples(rows(), 3)
     runner = make(Table(), 3)
     whole, loss_of = run(runner, samples), runner.measures["some"].loss_of
@@ -278,7 +278,7 @@ def test_a_stop_is_checked_after_each_batch_of_a_custom_measure(
 
 @dataclass(frozen=True)
 class Others(World):
-    """A world whose other ranks say ``others`` of their tallies."""
+    """A world whose other ranks report the tallies ``others``."""
 
     others: tuple[tuple[str, int], ...] = ()
 

@@ -1,4 +1,4 @@
-"""Loading a checkpoint to be measured: one that is gone, and a volume that refuses for a moment."""
+"""Loading a checkpoint for evaluation: a checkpoint that was removed, and a volume that fails temporarily."""
 
 import errno
 import time

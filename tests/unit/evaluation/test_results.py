@@ -1,4 +1,4 @@
-"""Results of ``evergrad evaluate``: whole, written once, and told apart by what was measured."""
+"""Results of ``evergrad evaluate``: complete, written once, and distinguished by what was measured."""
 
 import errno
 import json
@@ -115,7 +115,7 @@ def test_files_of_a_checkpoint_that_is_being_published_are_kept(
     new = place(tmp_path, checkpoint="step-12")
 
     def list_names() -> list[str]:
-        # Published behind the list of checkpoints, and evaluated at once.
+        # Published after the list of checkpoints was read, and evaluated immediately.
         write_cut(new, {"done": 1})
         return ["step-8"]
 

@@ -79,7 +79,7 @@ def test_each_checkpoint_is_evaluated_once_and_the_oldest_first() -> None:
 
 def test_a_checkpoint_published_at_the_end_is_evaluated_too() -> None:
     class EndsAtOnce(FakeRun):
-        """Publishes, and is complete a moment later, right behind the first look at the checkpoints."""
+        """Publishes a checkpoint, and completes the run directly after the first list of checkpoints."""
 
         def scan(self) -> list[Candidate]:
             found = super().scan()

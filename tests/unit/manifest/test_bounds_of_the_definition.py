@@ -42,7 +42,7 @@ def nodes(schema: Schema, path: FieldPath) -> Iterator[tuple[FieldPath, Schema]]
 
 
 def filler(schema: Schema) -> Any:
-    """A value of the type that ``schema`` asks for."""
+    """Return a value of the type that ``schema`` requires."""
     if "enum" in schema:
         return schema["enum"][0]
     values = {"object": {}, "array": [], "string": "a", "boolean": True}
@@ -122,7 +122,7 @@ def test_a_value_just_outside_a_bound_is_refused_with_the_path_of_its_field(
 ) -> None:
     _, problems = check_run({**HEAD, **placed(path, value)})
     where = format_path(path)
-    # A tuple of two numbers names the one that is missing.
+    # A tuple of two numbers names the missing one.
     wanted = {where, f"{where}[{len(value)}]"} if word == "minItems" else {where}
     found = [str(one) for one in problems if one.path in wanted]
     assert found, [str(one) for one in problems]

@@ -159,7 +159,7 @@ def test_every_rule_is_in_the_definition() -> None:
 
 
 def test_defaults_are_set_for_operational_fields_only() -> None:
-    # The status's own stands for "nobody has seen it".
+    # The status's own default means that no component has observed the run.
     assert sorted(path for path, node in NODES.items() if "default" in node) == sorted(
         [*SHOWN_DEFAULTS, "status"]
     )

@@ -1,4 +1,4 @@
-"""What follows from the recipe: steps, slots, warm-up; exact, and the same as the schedule trains."""
+"""Values derived from the recipe: steps, slots and warm-up, exact, and equal to the schedule's values."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""YAML as it is read: strict where YAML would guess, bounded where it would explode, and every value with its
-line."""
+"""How YAML is read: strict where YAML would guess, bounded where it would explode, and with a line for every
+value."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What may change in a run and what may not; the whole run on the wire and back."""
+"""Which fields of a run may change; and the whole run on the wire and back."""
 
 import json
 import re
@@ -318,7 +318,7 @@ def test_a_stored_run_without_a_later_field_gets_the_first_default_of_the_field(
     assert {source.text_field for source in training.data.sources} == {"body"}
     assert training.data.held_out is None and stored == wire
 
-    # What it does say holds.
+    # The values that it contains are valid.
     wire["spec"]["training"]["checkpoint"] = {"keep": 2}
     assert from_wire(wire).training.checkpoint.keep == 2
 
@@ -412,7 +412,7 @@ def test_evaluation_pods_are_no_part_of_the_recipe_but_of_the_shared_settings() 
     assert config_hash(without) == config_hash(first) == config_hash(second)
     assert settings_hash(first) == settings_hash(second) != settings_hash(without)
     assert changed_settings(first, second) == [("spec.evaluation.keepWaiting", 4, 8)]
-    # What a set does without a word, written out, changes nothing; the other does.
+    # A default that is written out changes nothing; the other value does.
     named = "spec.training.evaluation.sets=[{name: heldOut, samples: 3, whileTraining: "
     for pods, default, other in (
         ((), "true", "false"),

@@ -1,4 +1,4 @@
-"""Files, overlays and --set: what is merged, what is refused, and where a message says the mistake is."""
+"""Files, overlays and --set: merged values, refused values, and the place that a message names."""
 
 import os
 import stat

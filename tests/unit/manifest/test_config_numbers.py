@@ -1,4 +1,4 @@
-"""Human numbers: a table of what is read, what is refused and in which words; exact, bounded and quick."""
+"""Human-readable numbers: a table of accepted and refused values with messages; exact, bounded and fast."""
 
 import json
 import math
@@ -343,7 +343,7 @@ def _leaves(
         yield annotation, metadata
 
 
-# Nodes, processes and seconds, as everywhere in Kubernetes, and numbers that nobody writes with a unit.
+# Nodes, processes and seconds, as everywhere in Kubernetes, and numbers that are never written with a unit.
 _PLAIN_NUMBERS = (
     "spec.nodes.min",
     "spec.nodes.max",

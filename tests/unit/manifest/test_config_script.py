@@ -1,4 +1,4 @@
-"""``spec.script``: what its command starts, what of it is a run's identity, and what is refused in it."""
+"""``spec.script``: the command that it starts, its part of a run's identity, and refused values."""
 
 import json
 from pathlib import Path
@@ -123,7 +123,7 @@ def test_the_working_directory_is_relative_to_the_manifest() -> None:
     ) == Path("/else")
 
 
-# What is refused. (The table of bad manifests has the cases an API server should know too.)
+# Refused values. The table of bad manifests contains the cases that an API server should refuse, too.
 
 
 def test_both_kinds_or_neither_is_one_problem_of_the_spec() -> None:
@@ -290,7 +290,7 @@ def test_recipe_fields_change_the_hash_and_are_named(override: str, path: str) -
 
 
 def test_the_hash_of_a_script_is_a_fixed_function_of_its_recipe() -> None:
-    # A release that changes this number makes every script run in existence refuse to go on.
+    # A release that changes this number makes every existing script run refuse to continue.
     assert (
         config_hash(run())
         == "6fe226d59927bfb36ef16e2b99e12bf6c64ff970e20b7be1987e92a47145dbc7"

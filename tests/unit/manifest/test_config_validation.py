@@ -1,5 +1,5 @@
-"""The table of bad manifests: every problem is found, at its path, in these words, and no other
-is claimed."""
+"""The table of bad manifests: each problem is found at its path, with these words, and no other problem is
+reported."""
 
 import copy
 from pathlib import Path

@@ -24,8 +24,8 @@ BASE = Path(__file__).parent / "base_manifest.yaml"
 
 @pytest.fixture
 def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refuse:
-    """The problems of a manifest with an override, which `evergrad run` says too: it ends with 64 and leaves
-    the run directory as it was."""
+    """Return the problems of a manifest with an override. `evergrad run` reports the same problems, exits
+    with 64, and does not change the run directory."""
 
     def problems(override: str) -> tuple[Problem, ...]:
         with pytest.raises(ConfigurationError) as refused:
@@ -356,7 +356,7 @@ def test_a_custom_optimizer_is_refused_with_its_reason() -> None:
         "on any number of processes: both are shown for those that have a name. Write one of them; `groups` "
         "has rates and decays for parts of the model."
     )
-    # What looks like a name is compared with those that there are.
+    # A value that looks like a name is compared with the existing names.
     with pytest.raises(ConfigurationError, match="Did you mean adamw"):
         load_manifest(BASE, overrides=[f"{path}=adamw_torch"])
 
@@ -373,7 +373,7 @@ def test_auto_length_from_the_model_is_refused_and_the_number_of_the_model_is_na
         problem
     )
 
-    # Left out, the error has what to write, where the file has it.
+    # If the field is left out, the error shows what to write, if the file has it.
     text = BASE.read_text("utf-8").replace("      sequenceLength: 256\n", "")
     file = tmp_path / "run.yaml"
     file.write_text(

@@ -188,7 +188,7 @@ def test_every_recipe_field_is_set_by_a_golden_spec() -> None:
 
 
 def paths_of(value: Any, prefix: str) -> set[str]:
-    """The path of every field that ``value`` sets, with ``[]`` where a list is entered."""
+    """Return the path of each field that ``value`` sets, with ``[]`` for items of a list."""
     if isinstance(value, list):
         return {prefix} | {path for item in value for path in paths_of(item, f"{prefix}[]")}
     if not isinstance(value, dict):
@@ -235,7 +235,7 @@ def test_a_later_field_with_its_default_has_the_hash_of_a_file_without_it() -> N
 
 
 def test_the_recipe_in_a_checkpoint_has_no_later_field_that_the_file_does_not_set() -> None:
-    # A refused resume compares it field by field: one that neither side set would be blamed, too.
+    # A refused resume compares the fields: a field that neither side set would be reported, too.
     recipe = hashed_recipe(LaterRun.model_validate(document(GOLDEN[0])))
     assert recipe == hashed_recipe(parse_run(document(GOLDEN[0])))
     assert recipe["runtime"] == {"precision": "bf16-autocast"}

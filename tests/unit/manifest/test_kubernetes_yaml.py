@@ -1,5 +1,5 @@
-"""A file means here what it means to kubectl: values of scalars, structures of Kubernetes' own, and messages in
-the words of the file."""
+"""A file has the same meaning here as for kubectl: scalar values, Kubernetes' own structures, and messages
+with the file's words."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from evergrad_manifest.values.numbers import with_whole_numbers
 BASE = Path(__file__).parent / "base_manifest.yaml"
 ROWS: list[dict[str, Any]] = json.loads(TABLE.read_text())
 DELIBERATE = re.compile("begins with 0|too large|too small|is not a finite number")
-"""What is refused here although Kubernetes reads it: numbers of which only a slip has these forms."""
+"""Values that are refused here although Kubernetes reads them: only a typo gives a number such a form."""
 
 
 def test_the_table_has_every_scalar_of_the_list() -> None:

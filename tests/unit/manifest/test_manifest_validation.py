@@ -312,7 +312,7 @@ def test_no_other_text_becomes_a_number() -> None:
 def test_a_text_like_a_number_stays_text_in_fields_without_plain_integers(
     path: str, text: Any
 ) -> None:
-    # The field of nodes is read anew beside it.
+    # The nodes field is validated again together with it.
     wrong = changed({"spec.nodes.min": '"2"'})
     *parents, key = path.split(".")
     holder = wrong

@@ -40,7 +40,7 @@ def options_of(page: str) -> dict[str, str]:
     ) as file:
         for row in csv.DictReader(file):
             if row["id"] in ids:
-                # theseus has a path behind the name, and its file has the path's last part.
+                # theseus has a path after the name, and its file has the path's last part.
                 path = re.search(r"\(([\w/]+)\)", row["capability"])
                 names = path[1] if path else re.sub(r" \(.*\)", "", row["capability"])
                 for name in names.split(", "):
@@ -59,7 +59,7 @@ def test_each_option_of_a_system_has_a_line_on_its_page(page: str) -> None:
 
 
 def read(name: str, folder: Path) -> tuple[dict[str, Any], Training]:
-    """The first example of a page, and the one that it was converted to."""
+    """Return the first example of a page, and the example that it was converted to."""
     text = (FOLDER / f"{name}.md").read_text("utf-8")
     theirs, ours = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     path = folder / "converted.yaml"
@@ -89,7 +89,7 @@ def test_a_file_of_chemlactica_and_its_conversion_are_equivalent(tmp_path: Path)
     # The horizon of the schedule and the stop are two numbers.
     assert (ours.horizon.steps, ours.stop.after_step) == (120_000, 40_000)
     assert ours.batching.global_batch_size == 16 * 8 * 4
-    # What its own defaults are.
+    # The other program's own defaults.
     assert ours.optimizer.betas == (0.9, 0.95)
     assert (ours.optimizer.weight_decay, ours.optimizer.clip_norm) == (0.1, 1)
     assert (ours.checkpoint.keep, ours.runtime.matmul_precision) == (4, "high")
@@ -159,7 +159,8 @@ def test_a_file_of_genolewm_and_its_conversion_are_equivalent(tmp_path: Path) ->
     assert list(ours.optimizer.betas) == optimizer["betas"]
     assert ours.optimizer.clip_norm == optimizer["clip"]
     assert (ours.horizon.steps, ours.schedule.warmup) == (steps, optimizer["warmup"])
-    # Their wsd: held for 80 % of what is behind the warm-up, to a tenth at 98 %, to a hundredth at the end.
+    # Their wsd: constant for 80 % of the steps after the warm-up, a tenth at 98 %, and a hundredth at the
+    # end.
     behind = steps - optimizer["warmup"]
     assert [(piece.until, piece.ratio) for piece in ours.schedule.pieces] == [
         (optimizer["warmup"] + behind * 80 // 100, 1),

@@ -1,4 +1,4 @@
-"""Models by name: what each name stands for never changes, and a run is known by the configuration."""
+"""Models by name: the meaning of a name never changes, and the configuration identifies a run."""
 
 import json
 from hashlib import sha256
@@ -43,7 +43,7 @@ def test_a_run_with_a_preset_equals_the_run_with_its_configuration(name: str) ->
     assert config_hash(run) == config_hash(written)
     assert settings_hash(run) == settings_hash(written)
     assert hashed_recipe(run)["model"] == {"config": dict(PRESETS[name])}
-    # What is kept of a run, in run.json and in the cluster, says the configuration and not the name.
+    # The records of a run, in run.json and in the cluster, contain the configuration and not the name.
     model = to_wire(run)["spec"]["training"]["model"]
     assert model["config"] == dict(PRESETS[name]) and model.get("preset") is None
 

@@ -1,4 +1,5 @@
-"""Profiles: what they may hold, whose word wins, and what ``evergrad validate --profile`` shows of it."""
+"""Profiles: their allowed content, which value takes precedence, and the output of
+``evergrad validate --profile``."""
 
 import argparse
 import copy
@@ -173,7 +174,8 @@ _SPECS = st.fixed_dictionaries(
 
 
 def _contains(merged: Any, own: Any) -> bool:
-    """Whether every value of ``own`` stands in ``merged``, where it stood; a list's items anywhere in it."""
+    """Return whether ``merged`` has each value of ``own`` at the same place; a list's items may be anywhere
+    in the list."""
     if isinstance(own, dict):
         return all(key in merged and _contains(merged[key], own[key]) for key in own)
     if isinstance(own, list):

@@ -1,4 +1,4 @@
-"""The files of a task of the user's own: beside the manifest, or carried by it."""
+"""The files of a user's task: next to the manifest, or contained in it."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def training(**changes: Any) -> Training:
 
 @pytest.fixture
 def beside(tmp_path: Path) -> Path:
-    """A task that imports a module and a package beside it, and one file that it does not import."""
+    """A task that imports a module and a package next to it, and one file that it does not import."""
     (tmp_path / "mine.py").write_text(
         "import torch\nimport losses\nfrom parts.table import TABLE\n"
     )
@@ -102,7 +102,7 @@ def test_a_task_that_is_too_large_to_carry_is_refused(beside: Path) -> None:
 
 
 def carried(recipe: str, *names: str) -> list[str]:
-    """What is wrong with a run that carries files of these names."""
+    """Return the problems of a run that contains files with these names."""
     wrong = {"recipe": recipe, "files": dict.fromkeys(names, "")}
     run = {"metadata": {"name": "docs"}, "spec": {"training": {**MANIFEST, **wrong}}}
     return [str(problem) for problem in problems_of(run)]

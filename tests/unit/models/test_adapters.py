@@ -1,4 +1,4 @@
-"""Adapters beside frozen weights: what they compute, what of them is state, what is refused, and their merge."""
+"""Adapters with frozen weights: their results, their state, refused settings, and the merge."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ def build(
 
 
 def learn(model: Any, *, seed: int = 1) -> Any:
-    """Give the adapters values that change what is computed."""
+    """Give the adapters values that change the results."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

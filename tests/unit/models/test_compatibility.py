@@ -1,4 +1,4 @@
-"""Settings with which weights compute something else, and those that change nothing."""
+"""Settings with which weights compute another function, and settings that change nothing."""
 
 import json
 from pathlib import Path
@@ -124,7 +124,7 @@ def test_weights_of_a_directory_are_loaded_only_into_an_equivalent_model(
 
 
 def contradict(directory: Path) -> Any:
-    """Save a model whose configuration says that its head shares the weights of its embeddings."""
+    """Save a model whose configuration ties its head to its embeddings."""
     model = save(directory)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(

@@ -14,7 +14,7 @@ from evergrad_trainer.models.compilation import compile_blocks
 from evergrad_trainer.models.gradients import BucketedSum
 
 LAYERS = 3
-# torch itself hides the warning, by a filter that does not stand where warnings are errors.
+# torch itself hides the warning, but its filter is not active if warnings are errors.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )
@@ -90,7 +90,7 @@ def test_gradient_sums_of_later_blocks_start_before_the_backward_pass_of_earlier
 
     group: Any = object()
     world = World(1, 0, 2, torch.device("cpu"), group=group, transport=Noting())
-    # A bucket a tensor: what matters here is when each gradient comes.
+    # One bucket per tensor: only the time of each gradient matters here.
     gradients = BucketedSum(list(model.parameters()), bucket_bytes=1)
     for _ in range(2):  # the first traces
         gradients.begin(world)

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class Compiler:
-    """torch's two calls: what it has compiled, and what it was given."""
+    """torch's two calls: the kernels that it has compiled, and the kernels that it was given."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.compiled: bytes | None = None
@@ -45,7 +45,7 @@ def test_code_compiled_by_one_process_is_loaded_by_the_next(
     assert save_compiled(folder, CPU, loaded_bytes=0)
     size = load_compiled(folder, CPU)
     assert compiler.given == [b"kernels of a block"] and size == len(compiler.compiled)
-    # The process that was given them has nothing new, and one that had more to compile has.
+    # The process that loaded them has nothing new, but a process that compiled more has.
     (path,) = folder.iterdir()
     path.write_bytes(b"not written again")
     assert save_compiled(folder, CPU, loaded_bytes=size) == size

@@ -1,4 +1,4 @@
-"""Greedy decoding, with and without what a model keeps of what it has read."""
+"""Greedy decoding, with and without the model's cache of earlier tokens."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A model whose weights are made one by one has the bits of one that is built whole."""
+"""A model whose weights are created one by one has the same bits as a model that is built whole."""
 
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ def two_saves(directory: Path) -> None:
 
 
 def test_a_directory_with_a_single_file_and_an_index_is_refused(tmp_path: Path) -> None:
-    """One process would train the weights of the one, and several those of the other."""
+    """One process would train one set of weights, and several processes the other."""
     two_saves(tmp_path)
     with pytest.raises(ModelError) as refused:
         plan(path=str(tmp_path))

@@ -1,4 +1,4 @@
-"""Deterministic kernels: asked for by the file, recorded, and refused with a sentence where there are none."""
+"""Deterministic kernels: requested by the file, recorded, and refused with a message if they do not exist."""
 
 import random
 from collections.abc import Iterator

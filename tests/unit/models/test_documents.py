@@ -79,7 +79,7 @@ def test_the_loss_of_packed_documents_equals_the_sum_over_single_documents(
     packed = loss_sum(*pack_by_hand(16))
     assert torch.isclose(packed, torch.as_tensor(alone), rtol=1e-5, atol=0)
 
-    # The test would be none if a model saw nothing of what stands before.
+    # The test would prove nothing if the model did not attend to earlier tokens.
     inputs, labels, _ = pack_by_hand(16)
     assert not torch.isclose(
         loss_sum(inputs, labels), torch.as_tensor(alone), rtol=1e-5, atol=0
@@ -100,7 +100,7 @@ def test_a_mixture_of_experts_with_router_loss_keeps_documents_apart() -> None:
 
 
 def test_a_router_loss_with_zero_weight_needs_no_mask() -> None:
-    """transformers computes it all the same, and knows no mask of documents."""
+    """transformers computes it nevertheless, but has no mask of documents."""
     model = build("mixtral", output_router_logits=True, router_aux_loss_coef=0.0).train()
     loss_sum = causal_lm_loss(model)
     alone = sum(

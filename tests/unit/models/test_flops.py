@@ -109,12 +109,12 @@ def test_utilisation_is_relative_to_the_devices_of_all_processes() -> None:
         values |= {"world_size": 2, "tokens": 100, "skipped": None, "metrics": {}}
         return StepRecord(**{**values, **changes})  # type: ignore[arg-type]
 
-    # 30 operations in half a second, on two devices of 100 a second each.
+    # 30 operations in half a second, on two devices with 100 operations per second each.
     known = info(flops_per_step=30.0, peak_flops=100.0)
     assert flops_per_second(known, step()) == 60.0
     assert utilisation(known, step()) == pytest.approx(0.3)
     assert utilisation(known, step(world_size=3)) == pytest.approx(0.2)
-    # A step that was passed over, a clock that stood still, a device and a model that are not known.
+    # A skipped step, a clock that did not advance, and an unknown device and model.
     assert utilisation(known, step(tokens=0)) is None
     assert utilisation(known, step(step_seconds=0.0)) is None
     assert utilisation(known, step(step_seconds=math.nan)) is None

@@ -96,7 +96,7 @@ def test_exact_sums_have_the_same_bits_in_any_order_of_the_slots() -> None:
 def test_exact_sums_of_the_ranks_of_any_world_size_equal_those_of_one_process(
     world_size: int,
 ) -> None:
-    """What each rank would send, summed as integers, are the integers that a world of one has."""
+    """The integers that each rank would send have the sum of the integers of a world of one."""
     batches = slots(4)
     model = make_model()
     alone = exact_sum(model)
@@ -118,7 +118,7 @@ def test_a_gradient_outside_the_exact_range_is_refused(value: float) -> None:
     gradients.begin(ALONE)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, value)
-    # Not where it happens, on one rank: where all ranks are told.
+    # It is raised on all ranks when they receive the result, not on the rank that overflows.
     gradients.after_backward()
     gradients.finish()
     assert "outside the range of exact sums" in str(gradients.problem())
@@ -167,7 +167,7 @@ def with_unused(seed: int = 0) -> nn.Module:
 
 
 class _InGroup(World):
-    """A world of one that sums in buckets as one of several does, without another process."""
+    """A world of one that sums in buckets, like a world of several, without another process."""
 
     def start_sum(self, values: torch.Tensor) -> torch.distributed.Work:  # type: ignore[override]
         return None  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""The output head in fp32 beside a model that computes in bf16."""
+"""The output head in fp32 with a model that computes in bf16."""
 
 from pathlib import Path
 from typing import Any

@@ -56,7 +56,7 @@ def test_attention_kernels_that_the_device_lacks_are_refused(attention: str) -> 
     problem = caught.value.problems[0]
     assert problem.path == "spec.training.runtime.attention"
     assert "4 heads of 16 in float32" in problem.why
-    # What was tried is not left switched off.
+    # The trial does not leave a kernel switched off.
     assert choose() == "flash"
 
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a model's configuration or directory, and what is built from a right one."""
+"""Errors in a model's configuration or directory, and the model that is built from a correct one."""
 
 import json
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What importing transformers reads."""
+"""The files that an import of transformers reads."""
 
 import subprocess
 import sys
@@ -20,8 +20,8 @@ import_transformers()
 
 
 def _run(code: str) -> int:
-    """The number of model sources that were read. In a process of its own: this one has imported
-    transformers."""
+    """Return the number of model sources that were read, in a separate process, because this process has
+    imported transformers."""
     ended = subprocess.run(
         [sys.executable, "-c", _COUNT_SOURCES + code + "\nprint(len(opened))"],
         capture_output=True,

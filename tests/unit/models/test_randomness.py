@@ -1,4 +1,4 @@
-"""Randomness is keyed by what it is for, never by who draws it."""
+"""Random numbers depend on their purpose, never on the process that draws them."""
 
 import itertools
 

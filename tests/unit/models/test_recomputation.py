@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from evergrad_trainer.models import recomputation
 from evergrad_trainer.models.recomputation import offload_inputs, recompute
 
-# torch itself hides the warning, by a filter that does not stand where warnings are errors.
+# torch itself hides the warning, but its filter is not active if warnings are errors.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )
@@ -65,7 +65,7 @@ def train(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def kept_bytes(model: nn.Module) -> int:
-    """Memory that the forward pass has asked for and not given back, counted by torch's allocator."""
+    """Memory that the forward pass has allocated and not freed, according to torch's allocator."""
     values = torch.randn(1, TOKENS, WIDTH)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         loss = model(values).sum()
@@ -112,7 +112,7 @@ def test_selective_recomputation_stores_more_than_full_and_less_than_none() -> N
 
 
 def leave_outside(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in memory that torch's allocator knows nothing of, as an accelerator's nothing of the host's."""
+    """A copy in memory outside of torch's allocator, like host memory for an accelerator's allocator."""
     content = bytearray(tensor.numpy().tobytes())
     return torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape)
 
@@ -146,7 +146,7 @@ def test_the_backward_pass_uses_the_inputs_offloaded_to_the_host(
     model = build("offload", dropout=0.0, is_compiled=is_compiled)
     found = train(model)
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-    # The inputs alone: no weight goes there, also where a graph saves it.
+    # Only the inputs: no weight is moved, even if a graph saves it.
     assert [tuple(one.shape) for one in left] == [(1, TOKENS, WIDTH)] * 2
 
     model.zero_grad()

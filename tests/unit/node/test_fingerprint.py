@@ -1,5 +1,5 @@
-"""Two nodes with other versions of a script, another device or another image differ; what a script writes is
-no difference."""
+"""Nodes with different scripts, devices or images have different fingerprints; files that a script writes do
+not matter."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
-"""The group of fresh workers: starts them when a group begins, ends them when it is left, and says what became
-of them."""
+"""The group of fresh workers: it starts them when a group begins, ends them when it is left, and reports how
+they ended."""
 
 import signal
 import subprocess
@@ -58,7 +58,7 @@ class FakeWorker:
 
 @dataclass
 class Heard:
-    """Remembers what is reported."""
+    """Stores the reports."""
 
     said: list[Any] = field(default_factory=list)
 
@@ -81,7 +81,7 @@ class Heard:
 
 
 class Scene:
-    """A worker group of two workers, whose ends are the test's to tell."""
+    """A worker group of two workers, whose ends the test controls."""
 
     def __init__(self, *, can_stop: bool = False) -> None:
         self.heard = Heard()

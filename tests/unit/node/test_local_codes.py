@@ -1,4 +1,4 @@
-"""One exit code for a run out of those of its nodes."""
+"""One exit code for a run, from the exit codes of its nodes."""
 
 import time
 from pathlib import Path

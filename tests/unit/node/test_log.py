@@ -1,4 +1,4 @@
-"""What a node says on stderr: of itself, and of a coordinator that does not answer."""
+"""A node's messages on stderr: about itself, and about a coordinator that does not respond."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What a worker prints: all of it in its file, line by line with its rank in front on the node's stderr."""
+"""A worker's output: complete in its file, and line by line with its rank in front on the node's stderr."""
 
 import asyncio
 import os
@@ -13,8 +13,8 @@ from evergrad_trainer.node.output import WorkerOutput
 def read_all(
     path: Path, write: Callable[[int, list[int]], None], *, is_forwarded: bool = True
 ) -> WorkerOutput:
-    """What becomes of what ``write(descriptor, ranks)`` writes; ``ranks[0]`` is the worker's rank at that
-    moment."""
+    """Return the results of the output that ``write(descriptor, ranks)`` writes. ``ranks[0]`` is the worker's
+    rank at that time."""
 
     async def run() -> WorkerOutput:
         read_end, write_end = os.pipe()

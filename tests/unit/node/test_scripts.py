@@ -1,5 +1,5 @@
-"""A worker of a script: Python in a warm process as if it had been started alone, and errors that
-are told."""
+"""A worker of a script: Python in a warm process behaves as if it was started alone, and errors are
+reported."""
 
 import json
 import os
@@ -37,8 +37,8 @@ print(json.dumps([code, repr(ours.receive(0))]))
 def run(
     tmp_path: Path, code: str, *, command: list[str], is_warm: bool = True
 ) -> tuple[list[str], int, str]:
-    """(what it printed, exit code, what the supervisor heard); a process of its own, since a script changes
-    everything."""
+    """Return (output, exit code, records for the supervisor) from a separate process, because a script
+    changes its whole process."""
     (tmp_path / "train.py").write_text(textwrap.dedent(code), "utf-8")
     (tmp_path / "beside.py").write_text("VALUE = 'beside'\n", "utf-8")
     document = json.dumps({"command": command, "env": {"KEY": "value"}})

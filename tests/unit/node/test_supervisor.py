@@ -1,5 +1,5 @@
-"""A supervisor and a coordinator that is a script of the test: what it says when, and what it says again
-after a reconnect."""
+"""A supervisor, and a coordinator that the test scripts: which messages it sends, and which it repeats after
+a reconnect."""
 
 import asyncio
 import contextlib
@@ -53,7 +53,7 @@ M = TypeVar("M", bound=Message)
 
 @dataclass
 class FakeWorkerGroup:
-    """Workers that are only numbers; keeps what it is told."""
+    """Workers that are only numbers. Stores its calls."""
 
     capacity: int = 0
     place: Go | None = None
@@ -82,7 +82,7 @@ class Peer:
         raise EOFError(f"the node has hung up before {kind.TYPE}")
 
     async def hear_until(self, kind: type[Message]) -> list[Message]:
-        """All that is said up to the first of a kind, without pings."""
+        """Return all messages up to the first of a type, without pings."""
         found: list[Message] = []
         while not found or not isinstance(found[-1], kind):
             message = await self.hear(Message)
@@ -119,7 +119,7 @@ def play(
     *,
     grace_seconds: float = 600.0,
 ) -> int:
-    """Run ``script`` beside a supervisor; the supervisor's exit code."""
+    """Run ``script`` with a supervisor; return the supervisor's exit code."""
 
     async def run() -> int:
         connections: asyncio.Queue[Peer] = asyncio.Queue()
@@ -267,7 +267,7 @@ def test_state_growth_is_reported_only_to_a_coordinator_that_supports_the_messag
         if is_known:
             peer.say(Welcome(0, 10.0, 3.0, takes_restoring=True))
         else:
-            # As a coordinator of an earlier version says it.
+            # The message of a coordinator of an earlier version.
             line = b'{"type":"welcome","generation":0,"leaseSeconds":10.0,"silenceSeconds":3.0}'
             peer.writer.write(line + b"\n")
         await peer.hear(Ping)

@@ -42,7 +42,7 @@ def test_live_page_run_page_and_tracker_show_the_same_throughput_at_every_step(
     assert status["tokensPerSecond"] == live
     # The evaluation is part of the wall time.
     assert drawn[80] < 0.6 * drawn[79]
-    # What one page shows of a step, the other shows, too.
+    # Both pages show the same values of a step.
     names = {*SHOWN, *(one.name for one in DERIVED)}
     assert set(track.columns) == names
     assert {*node.progress.values, "loss", "tokens_per_second"} == names

@@ -1,5 +1,5 @@
-"""A worker group counts, asks and replaces its workers, and tells the coordinator's side what became of them: fakes
-in, reports out."""
+"""A worker group counts, requests and replaces its workers, and reports the results to the supervisor: fake
+workers in, reports out."""
 
 import signal
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from evergrad_trainer.worker.liveness import WorkerHeartbeat
 
 @dataclass
 class Sent:
-    """A channel that keeps what it is given."""
+    """A channel that stores its records."""
 
     records: list[Any] = field(default_factory=list)
 
@@ -35,7 +35,7 @@ class Sent:
 
 
 class Reports:
-    """Keeps what is reported: (kind, values), and of a broken group the message."""
+    """Stores the reports: (kind, values), and the message of a broken group."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
@@ -49,7 +49,7 @@ class Reports:
         self.heard.append((type(report).__name__, *values))
 
     def take(self) -> list[tuple[Any, ...]]:
-        """What was told since the last time."""
+        """Return the reports since the last call."""
         heard, self.heard = self.heard, []
         return heard
 
@@ -472,7 +472,7 @@ def test_a_worker_has_three_of_its_longest_slots_to_leave_a_dead_group(
 def test_of_workers_that_hang_together_rank_0_is_killed_last(
     room: Room, now: list[float]
 ) -> None:
-    """By then its node knows whether anybody else holds the state."""
+    """By then its node has received whether another node holds the state."""
     first, second = room.begin(3)
     first.rank = 0
     room.group.change(channel.WorkerPlan(4, hard=True), cause="")
@@ -627,7 +627,7 @@ def test_a_training_node_does_not_end_by_a_user_error_of_a_replaced_worker(
 
 
 def fail_of_environment(room: Room, worker: Worker, step: int) -> None:
-    """The worker ends with a volume that is away, which all ranks met together."""
+    """The worker ends because a volume is unavailable, an error of all ranks."""
     worker.state, worker.inside_generation, worker.heartbeat._values[0] = "inside", 3, step
     room.group.hear(
         worker,

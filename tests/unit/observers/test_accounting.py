@@ -1,4 +1,4 @@
-"""Where the time of a run went: hand-made logs with kills, stops, failures and clocks that go backwards."""
+"""How the time of a run was used: hand-made logs with kills, stops, failures and clocks that go backwards."""
 
 import math
 from dataclasses import replace
@@ -410,7 +410,7 @@ def test_a_failure_that_other_nodes_survived_is_not_the_end_of_the_run(
     assert [process.ended for process in _account(history).processes] == [
         "running or killed"
     ]
-    # In a world that had not begun to train: generation 3 failed, and generation 4 went on.
+    # In a world that had not begun to train: generation 3 failed, and generation 4 continued.
     failed = [
         Event(
             EventType.FAILED,
@@ -614,7 +614,7 @@ def test_impossible_durations_never_make_a_part_negative(synthetic: ModuleType) 
 
 
 def _heard(records: list[Record], generations: set[int]) -> list[Record]:
-    """What one process would have heard: the records of its generations."""
+    """Return the records of the generations of one process."""
     return [
         one
         for one in records
@@ -771,7 +771,7 @@ def test_accounts_of_any_history_of_starts_worlds_and_kills_match_the_clock(
     run.write(synthetic.Process(last=17, ended="killed"))
     at, saved, ended, worlds, starts = 17, 15, "killed", 0, 0
     for kind, num_steps, ending, gap, settle, cause, forgotten in plan:
-        # A state that was saved and left is on the disk alone, and what is older than the checkpoint is in no
+        # A state that was saved and left is only on the disk, and steps before the checkpoint are in no
         # memory.
         if kind == "start" or ended == "signal":
             run.write(

@@ -430,7 +430,7 @@ def test_the_last_row_of_a_step_counts(synthetic: ModuleType) -> None:
 def test_a_row_that_a_frozen_process_writes_late_does_not_count(
     directory: RunDirectory, synthetic: ModuleType
 ) -> None:
-    """Generation 2 has gone on from step 2 while a process of generation 1 still wrote steps 3 and 9."""
+    """Generation 2 continued from step 2 while a process of generation 1 still wrote steps 3 and 9."""
     written = [(1, 1), (2, 1), (3, 2), (3, 1), (4, 2), (9, 1)]
     records = [
         synthetic.step_record(step, generation=generation, loss=float(index), time=index)

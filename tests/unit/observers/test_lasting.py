@@ -1,4 +1,4 @@
-"""A task's observers: their state, its bounds, and what happens to it where one of them fails."""
+"""A task's observers: their state, its limits, and the result if an observer fails."""
 
 from collections.abc import Mapping
 from types import ModuleType
@@ -12,7 +12,7 @@ from evergrad_trainer.observers.stateful_observers import MAX_STATE_BYTES, Lasti
 
 
 class Counting(BaseObserver):
-    """Remembers the steps it has heard of."""
+    """Stores the steps that it receives."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -32,7 +32,7 @@ class Counting(BaseObserver):
 
 
 class Failing(Counting):
-    """Fails as soon as it is asked for its state, from the second time on."""
+    """Fails when its state is requested for the second time."""
 
     def __init__(self) -> None:
         super().__init__()

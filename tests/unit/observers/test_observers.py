@@ -44,7 +44,7 @@ INFO = RunInfo(
 
 
 class Recorder(BaseObserver):
-    """Writes down what it hears."""
+    """Records its calls."""
 
     def __init__(self, heard: list[str], name: str = "") -> None:
         self._heard, self._name = heard, name
@@ -71,7 +71,7 @@ class Recorder(BaseObserver):
 
 
 class Failing(BaseObserver):
-    """Fails at the steps it is told to."""
+    """Fails at the given steps."""
 
     def __init__(self, at: set[int], error: Exception) -> None:
         self._at, self._error, self.closed = at, error, 0
@@ -85,7 +85,7 @@ class Failing(BaseObserver):
 
 
 class Essential(Failing):
-    """As Failing, but the run must not go on without it."""
+    """Like Failing, but the run must not continue without it."""
 
     essential = True
 

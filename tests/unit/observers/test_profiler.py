@@ -106,7 +106,7 @@ def test_a_start_before_a_window_is_traced_and_an_end_before_its_first_step_is_n
 def test_the_history_of_device_memory_is_a_separate_file_next_to_the_trace(
     synthetic: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a device does stands behind two functions, which are replaced here: there is none."""
+    """Calls to the device go through two functions. Replace them, because there is no device."""
     told: list[int | None] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch_private, "record_memory", told.append)

@@ -1,4 +1,4 @@
-"""What people see while a run trains, with and without a terminal, and the per-rank logs."""
+"""The output for users while a run trains, with and without a terminal, and the logs per rank."""
 
 import io
 import logging
@@ -61,7 +61,7 @@ WORLD = {
 
 
 class Clock:
-    """Moves only when told."""
+    """A clock that advances only on request."""
 
     def __init__(self) -> None:
         self.now = 1000.0

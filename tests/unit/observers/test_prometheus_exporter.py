@@ -1,5 +1,5 @@
-"""The Prometheus endpoint: what it serves, how it starts and ends, and that the documentation lists exactly
-that."""
+"""The Prometheus endpoint: its series, its start and end, and that the documentation lists exactly these
+series."""
 
 import json
 import math
@@ -364,7 +364,7 @@ def test_no_counter_decreases_if_rank_0_leaves_this_node_and_returns(
         assert before[key] == away[key] <= after[key], key
     assert after["evergrad_step", ()] == 91
     assert after["evergrad_steps_total", ()] == 21
-    # What went on elsewhere between 117 and 500 is in the other node's counters.
+    # Steps 117 to 500 on the other node are in that node's counters.
     lost = sum(
         after["evergrad_lost_seconds_total", (("cause", cause),)] for cause in CAUSES
     )
@@ -394,7 +394,7 @@ def test_a_second_start_on_one_endpoint_keeps_the_counters(
     samples = _samples(exporter)
     assert samples["evergrad_steps_total", ()] == 21
     assert samples["evergrad_step", ()] == 41
-    # The 18 steps after step 42 are lost at once; the counter of productive seconds waits for new ones.
+    # The 18 steps after step 42 are lost immediately; the counter of productive seconds waits for new steps.
     assert samples[
         "evergrad_lost_seconds_total", (("cause", "recompute"),)
     ] == pytest.approx(1.0 + 18 * 0.5 + 0.5)

@@ -26,7 +26,7 @@ from evergrad_trainer.observers.trackers.libraries import find_opener
 
 
 def tracked(path: Path, type_: str, **changes: Any) -> TrackedRun:
-    """A run as its tracker gets to know it."""
+    """A run as described to its tracker."""
     known = {
         "run_id": "id1",
         "name": "docs",
@@ -44,7 +44,7 @@ def tracked(path: Path, type_: str, **changes: Any) -> TrackedRun:
 
 
 def read_event_files(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], list[str]]:
-    """What TensorBoard shows of a folder: scalars by name, and the names of texts."""
+    """Return the content that TensorBoard shows of a folder: scalars by name, and the names of texts."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     shown = EventAccumulator(str(folder), size_guidance={"scalars": 0})
@@ -61,7 +61,8 @@ def read_event_files(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], 
 def test_tensorboard_shows_each_step_once_as_it_was_last_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock of the second process's host is behind; the first was killed in the middle of a record."""
+    """The clock of the second process's host is behind, and the first process was killed in the middle of a
+    record."""
     pytest.importorskip("tensorboard")
     folder = tmp_path / "files"
     open_library = find_opener("tensorboard")
@@ -176,7 +177,7 @@ def test_wandb_gets_one_id_and_whole_rows(tmp_path: Path, fake_wandb: FakeWandb)
         library.write(step, 0.0, {"train/loss": float(step)})
     library.write(2, 0.0, {"evaluation/held/loss": 3.0})
     library.finish("handed on")
-    # An evaluation of the newest step may still come: the process that goes on with the run writes it.
+    # The newest step may still get an evaluation, which the next process of the run writes.
     assert fake_wandb.rows == [(1, {"train/loss": 1.0}, True)]
     other = find_opener("wandb")(tracked(tmp_path / "wandb", "wandb"))
     other.write(2, 0.0, {"train/loss": 2.0})
@@ -205,7 +206,7 @@ def test_wandb_gets_one_id_and_whole_rows(tmp_path: Path, fake_wandb: FakeWandb)
 def test_wandb_online_leaves_a_step_to_the_next_start_if_its_evaluation_may_be_incomplete(
     tmp_path: Path, fake_wandb: FakeWandb, end: End, is_whole: bool, code: int
 ) -> None:
-    """A row that the server has takes nothing more, and the next start is told of the evaluation alone."""
+    """The server accepts no additions to a row, so the next start sends only the evaluation."""
     settings = Tracker.model_validate({"type": "wandb", "mode": "online"})
     first = find_opener("wandb")(tracked(tmp_path, "wandb", settings=settings))
     first.write(1, 0.0, {"train/loss": 1.0})
@@ -232,7 +233,7 @@ def test_wandb_online_resumes_at_the_state_of_the_server(
     assert library.shown == Shown(7, {}, 7)
     (options,) = fake_wandb.inits
     assert options["mode"] == "online" and named.items() <= options.items()
-    # Nothing is collected that nobody has asked for.
+    # Nothing is collected by default.
     quiet = {
         "console": "off",
         "disable_code": True,
@@ -250,7 +251,7 @@ def test_the_end_of_a_process_waits_for_wandb_online_for_a_bounded_time(
         settings = Tracker.model_validate({"type": "wandb", "mode": mode})
         find_opener("wandb")(tracked(tmp_path / mode, "wandb", settings=settings))
     online, offline = (options["settings"] for options in fake_wandb.inits)
-    # By default it waits for ever; files are written at once.
+    # By default it waits without a limit; files are written immediately.
     assert (online["finish_timeout"], offline["finish_timeout"]) == (CLOSING_SECONDS, 0.0)
 
 
@@ -269,7 +270,7 @@ class FakeStore:
         return self
 
     def search_experiments(self) -> list[Any]:
-        """Where nobody else has, the first answer of a client makes the database."""
+        """If no database exists, the first response to a client creates it."""
         Path(str(self.uris[-1]).removeprefix("sqlite:///")).write_bytes(b"half")
         if self.is_killed:
             raise KeyboardInterrupt
@@ -399,7 +400,7 @@ def test_names_that_mlflow_refuses_are_changed_and_recognised_by_the_next_proces
     # A name that was given and not shown before a kill keeps its own, too.
     first.write(2, 0.0, {"train/lost@1": 5.0})
 
-    # The next one has other names first, and shows each where it was shown before.
+    # The next process receives other names first, and shows each under its previous name.
     second = open_library(tracked(tmp_path / "mlflow", "mlflow", **known))
     assert second.shown == Shown(1, {"a@b": 1})
     for name in reversed(row):
@@ -493,7 +494,7 @@ def test_a_library_sends_no_telemetry_unless_the_environment_enables_it(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, type_, raising=False)
-    # Set and removed: what the library's opener sets is removed after the test.
+    # Set and delete the variable, so that a value set by the library's opener is removed after the test.
     monkeypatch.setenv(variable, "")
     monkeypatch.delenv(variable)
     for expected in (quiet, "its own"):

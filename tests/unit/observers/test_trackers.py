@@ -1,4 +1,4 @@
-"""Trackers: what they are shown after kills, and what happens to one that fails, hangs or is not there."""
+"""Trackers: the records that they show after kills, and a tracker that fails, hangs or is not installed."""
 
 import importlib.util
 import io
@@ -49,7 +49,7 @@ def evaluation(step: int, name: str = "held") -> EvaluationRecord:
 
 
 class Kept:
-    """A library that keeps what it is shown in memory, beyond its own life."""
+    """A library that stores the shown values outside of the object."""
 
     def __init__(self, run: TrackedRun, store: dict[str, Any]) -> None:
         self.own_id = run.own_id or f"own-{len(store['ids'])}"
@@ -84,7 +84,7 @@ def store() -> dict[str, Any]:
 
 
 class Scene:
-    """A run directory with its record, and one tracker beside it."""
+    """A run directory with its record, and one tracker."""
 
     def __init__(self, path: Path, open_library: Callable[[TrackedRun], Library]) -> None:
         self.directory = RunDirectory(path)
@@ -183,7 +183,7 @@ def test_rows_that_a_kill_kept_from_a_tracker_are_read_from_the_files_of_the_run
     lost.evaluation_end(evaluation(4))
     lost.close()
 
-    # The run goes on after step 4, its newest checkpoint.
+    # The run continues after step 4, its newest checkpoint.
     second = make_scene(lambda run: Kept(run, store))
     second.start(4)
     for step in (5, 6):
@@ -193,7 +193,7 @@ def test_rows_that_a_kill_kept_from_a_tracker_are_read_from_the_files_of_the_run
     assert steps == [1, 2, 3, 4, 5, 6]
     evaluated = [step for step, values in store["rows"] if "evaluation/held/loss" in values]
     assert evaluated == [2, 4]
-    # The note beside the files knows the library's own id.
+    # The note next to the files contains the library's own id.
     assert store["ids"] == ["own-0", "own-0"]
     assert store["ends"] == ["interrupted", "complete"]
 
@@ -201,7 +201,7 @@ def test_rows_that_a_kill_kept_from_a_tracker_are_read_from_the_files_of_the_run
 def test_an_evaluation_that_a_frozen_process_writes_late_is_not_read_back(
     make_scene: Callable[..., Scene], synthetic: ModuleType
 ) -> None:
-    """Generations begin anew behind that, so that the last evaluation is a result of the run."""
+    """Later generations begin again after this step, so the last evaluation is a result of the run."""
     directory = make_scene(lambda run: Kept(run, {})).directory
     log = RunLog(directory)
     rows = [(2, 1, 5.0), (4, 2, 3.0), (4, 1, 0.5), (2, 1, 1.0)]
@@ -232,7 +232,7 @@ def test_files_of_a_tracker_are_in_the_run_directory_or_at_the_configured_path(
     given: dict[str, str],
     expected: str,
 ) -> None:
-    """A relative path begins beside the file, like all others."""
+    """A relative path starts at the folder of the file, like all other paths."""
     monkeypatch.setattr(build, "find_opener", lambda type_: lambda run: Kept(run, store))
     monkeypatch.setattr(observers, "CLOSING_SECONDS", 60.0)
     tracker = {
@@ -322,7 +322,7 @@ def test_a_tracker_gets_the_configuration_and_the_hashes(
         "id-1",
     )
     assert flat["training.optimizer.learningRate"] == 1e-3
-    # The sha256 of "{}": that of a checkpoint which is there at the start, and of one that was saved.
+    # The SHA-256 of "{}", for a checkpoint that exists at the start and for one that was saved.
     for name, text in store["notes"]:
         assert name == "checkpoint/step-2.g1"
         assert text.startswith("sha256:44136fa355b3678a")
@@ -543,7 +543,7 @@ def test_a_disabled_tracker_writes_nothing_more_when_its_library_responds(
         synthetic.step_record(1),
         feeders.TrackerFinish("stopped"),
     ]
-    # Goes back in the same process: the library is let go of, and opened anew.
+    # Go back in the same process: the library is closed, and opened again.
     if hangs_in == "finish":
         items.insert(2, known)
     for item in items:

@@ -1,4 +1,4 @@
-"""Monitors: cases that were worked out by hand, and states that go on in another process."""
+"""Monitors: cases that were calculated by hand, and states that continue in another process."""
 
 import json
 import math
@@ -179,7 +179,7 @@ def test_a_run_that_a_monitor_stopped_continues_with_a_bound_that_its_values_mee
         watch.load_state(state)
     assert same.state() == first.state()
     assert changed.since is None
-    # Beyond the new bound, too: said once more.
+    # The value exceeds the new limit, too, so it is reported once more.
     found = [
         changed.look(step, {"loss": 100.0, "neg": -100.0, "other": -1000.0})
         for step in (5, 6)
@@ -188,7 +188,7 @@ def test_a_run_that_a_monitor_stopped_continues_with_a_bound_that_its_values_mee
 
 
 class Heard(BaseObserver):
-    """Keeps the events it hears."""
+    """Stores the events that it receives."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -219,7 +219,7 @@ def test_an_alert_is_an_event_of_rank_0_and_a_request_of_all_ranks(
         record = synthetic.step_record(step, loss=loss, grad_norm=norm)
         together.step_end(record)
         elsewhere.step_end(record)
-        # Once, where it begins: the step after it is saved.
+        # Only once, where it begins: the step after it is saved.
         assert here.wishes() == elsewhere.wishes() == ({"save"} if step == 2 else set())
     assert here.values() == elsewhere.values()
     fields = [(one.type, one.step, one.fields["monitor"]) for one in heard.events]

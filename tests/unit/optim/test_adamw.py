@@ -71,8 +71,7 @@ def test_the_learning_rate_is_set_for_every_group() -> None:
 
 def test_a_shard_is_updated_bit_equal_to_the_whole(third_of_three: DeviceMesh) -> None:
     torch.manual_seed(0)
-    # Rows of 77 elements, so that hardly any shard begins where a line does; the last rank has fewer rows, or
-    # none.
+    # Rows of 77 elements, so that few shards begin at a cache line. The last rank has fewer rows, or none.
     whole = nn.ParameterList([torch.randn(300, 77), torch.randn(50), torch.randn(4, 77)])
     shards = nn.ParameterList([DTensor.from_local(part(p), third_of_three, [Shard(0)], shape=p.shape, stride=p.stride())
         for p in whole])  # fmt: skip

@@ -66,7 +66,7 @@ def test_the_average_temporarily_replaces_the_weights() -> None:
     average.update()
     with pytest.raises(RuntimeError), average.in_place():
         assert module.weight.tolist() == [[2.0]]
-        # What reads the weights beside this sees them as they are.
+        # Code that reads the weights meanwhile gets the weights themselves.
         assert before.tolist() == [[3.0]]
         raise RuntimeError
     assert (
@@ -119,5 +119,5 @@ def test_a_part_of_a_sharded_weight_is_bit_equal_to_the_whole(
         average.update()
         tensor: Any = average.tensors()["model.weight"]
         found.append(tensor.to_local() if is_cut else tensor)
-    # Rows 8 and 9 are those of the third.
+    # Rows 8 and 9 belong to the third rank.
     assert torch.equal(found[1], found[0][8:])

@@ -68,7 +68,7 @@ def test_weight_decay_is_applied_before_the_update_and_not_to_the_gradient(
     kind: str,
 ) -> None:
     group = {"parameters": ["0"], "weightDecay": 0.5}
-    # The gradient is 0: what is left is 1 - 0.1 * 0.5 = 0.95, and 0.9025 of 1.
+    # The gradient is 0: the remaining factor is 1 - 0.1 * 0.5 = 0.95, and 0.9025 after two steps.
     found = weights_after([[0], [0]], [1], type=kind, groups=[group])
     assert found == [pytest.approx([0.95]), pytest.approx([0.9025])]
 
@@ -93,7 +93,7 @@ def test_adafactor_divides_by_the_roots_of_row_and_column_means() -> None:
     # Estimates: 2.5 * 5 / 7.5 = 5/3, 10/3, 25/3, 50/3; updates 1/√(5/3), 2/√(10/3), 3/√(25/3), 4/√(50/3).
     updates = [1 / math.sqrt(5 / 3), 2 / math.sqrt(10 / 3), 3 / math.sqrt(25 / 3)]
     updates.append(4 / math.sqrt(50 / 3))
-    # Their root mean square is √0.96, below the threshold 1. The rate is 0.1 of that of the weights, 2.5.
+    # Their root mean square is √0.96, below the threshold 1. The rate is 0.1 times that of the weights, 2.5.
     assert math.sqrt(sum(one * one for one in updates) / 4) == pytest.approx(
         math.sqrt(0.96)
     )
@@ -296,7 +296,7 @@ def test_a_copied_state_continues_bit_equal(kind: str) -> None:
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_has_bf16_momentum_only_with_nesterov(nesterov: bool) -> None:
-    """The manifest refuses the other, in which torch makes its update in the place of the momentum."""
+    """The manifest refuses the other variant, in which torch computes its update in the momentum's memory."""
     model = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
     optimizer = build_optimizer(model, settings(type="muon", nesterov=nesterov))
     expected, before = (

@@ -38,7 +38,7 @@ def update(tensors: list[torch.Tensor], borders: list[int]) -> list[torch.Tensor
 
 
 def update_whole(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What torch's own optimizer makes of whole tensors in two updates."""
+    """Return the result of torch's own optimizer for whole tensors after two updates."""
     weights = torch.nn.Parameter(tensors[0].clone())
     weights.grad = tensors[1].clone()
     optimizer = torch.optim.AdamW(
