@@ -39,12 +39,14 @@ def raise_with_sequence() -> Exception:
         ("0123456789abcdefacacacac", "0123456789abcdefacacacac"),
     ],
 )
-def test_twenty_bases_or_more_are_shown_by_their_number(text: str, shown: str) -> None:
+def test_sequences_of_twenty_bases_or_more_are_shown_by_their_length(
+    text: str, shown: str
+) -> None:
     assert hide_bases(text) == shown
 
 
 @pytest.mark.acceptance("8d-15e:latent_edit")
-def test_a_log_has_no_sequence_not_even_in_a_traceback(
+def test_a_log_contains_no_sequence_not_even_in_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logs = setup_logging(RunDirectory(tmp_path), rank=0)
@@ -59,7 +61,7 @@ def test_a_log_has_no_sequence_not_even_in_a_traceback(
 
 
 @pytest.mark.parametrize("is_input", [False, True])
-def test_what_a_worker_says_at_its_end_has_no_sequence(
+def test_the_last_output_of_a_worker_contains_no_sequence(
     is_input: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = raise_with_sequence()

@@ -19,7 +19,7 @@ def common() -> ModuleType:
     return module
 
 
-def test_the_interval_of_a_median_holds_it_and_gets_narrower_with_more_samples(
+def test_the_interval_of_a_median_contains_it_and_narrows_with_more_samples(
     common: ModuleType,
 ) -> None:
     generator = random.Random(7)
@@ -38,7 +38,7 @@ def test_the_interval_of_equal_values_is_that_value(common: ModuleType) -> None:
     assert common.interval_of_median([2.0] * 5) == (2.0, 2.0)
 
 
-def test_the_interval_of_a_ratio_of_medians_holds_it(common: ModuleType) -> None:
+def test_the_interval_of_a_ratio_of_medians_contains_it(common: ModuleType) -> None:
     generator = random.Random(7)
     above = [generator.gauss(14, 1) for _ in range(20)]
     below = [generator.gauss(0.7, 0.1) for _ in range(20)]

@@ -29,7 +29,7 @@ def test_a_short_log_is_one_file(tmp_path: Path) -> None:
     assert lines_of(tmp_path / "w.out") == [f"line {number:5d}" for number in range(50)]
 
 
-def test_a_long_log_keeps_its_beginning_and_its_end_and_says_what_was_dropped(
+def test_a_long_log_keeps_its_start_and_its_end_and_states_what_was_dropped(
     tmp_path: Path,
 ) -> None:
     write_lines(tmp_path / "w.out", range(10_000))
@@ -53,7 +53,7 @@ def test_a_long_log_keeps_its_beginning_and_its_end_and_says_what_was_dropped(
     assert dropped >= 11 * (first - len(kept)), "what is missing is reported"
 
 
-def test_a_process_that_is_started_again_continues_where_the_last_one_ended(
+def test_a_restarted_process_appends_to_the_log_of_the_previous_one(
     tmp_path: Path,
 ) -> None:
     write_lines(tmp_path / "w.out", range(120))
@@ -72,7 +72,7 @@ def test_a_line_that_does_not_end_is_bounded_too(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 3 * 2**16 + 3 * 2000
 
 
-def test_what_a_full_volume_refuses_is_reported_once_there_is_room(
+def test_output_refused_by_a_full_volume_is_reported_when_there_is_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = BoundedFile(tmp_path / "w.out")

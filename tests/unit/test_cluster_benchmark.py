@@ -60,7 +60,7 @@ def bench() -> Iterator[SimpleNamespace]:
         del sys.path[:2]
 
 
-def test_writes_are_counted_by_writer_and_what_goes_on_without_runs_is_left_out(
+def test_writes_are_counted_by_writer_and_background_writes_are_excluded(
     bench: SimpleNamespace,
 ) -> None:
     writes = bench.meters.parse_writes(METRICS)
@@ -78,7 +78,7 @@ def pod(
     return {"metadata": {"name": name, "labels": labels}, "status": {"phase": phase}}
 
 
-def test_a_run_counts_from_its_fourth_pod_and_replacements_and_coordinators_are_told_apart(
+def test_a_run_counts_from_its_fourth_pod_separately_from_replacements_and_coordinators(
     bench: SimpleNamespace,
 ) -> None:
     seen, run_of = bench.load.Seen(), bench.evergrad.run_of
@@ -104,7 +104,7 @@ def test_an_operator_is_steady_after_the_last_second_in_which_it_worked(
     assert bench.scale.find_steady(times, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == float("inf")
 
 
-def test_quantiles_are_values_that_were_measured(bench: SimpleNamespace) -> None:
+def test_quantiles_are_measured_values(bench: SimpleNamespace) -> None:
     values = [float(number) for number in range(1, 101)]
     assert [bench.load.quantile(values, share) for share in (0.5, 0.95, 0.99, 1.0)] == [
         50,
@@ -132,7 +132,7 @@ def make_sample(
     }
 
 
-def test_rows_set_the_sides_beside_each_other_with_the_goals_of_the_load(
+def test_rows_compare_the_sides_with_the_goals_of_the_load(
     bench: SimpleNamespace,
 ) -> None:
     sides = {
@@ -167,7 +167,7 @@ def test_rows_set_the_sides_beside_each_other_with_the_goals_of_the_load(
     assert alone and all(row.goal == "" for row in alone)
 
 
-def test_samples_of_another_release_of_kubeflow_are_no_part_of_a_ratio(
+def test_samples_of_another_kubeflow_release_are_excluded_from_a_ratio(
     bench: SimpleNamespace, tmp_path: Path
 ) -> None:
     file = tmp_path / "samples.json"
@@ -188,7 +188,7 @@ def test_samples_of_another_release_of_kubeflow_are_no_part_of_a_ratio(
     }
 
 
-def test_a_kill_is_measured_to_the_next_step_of_others_and_to_the_replacements(
+def test_a_kill_is_measured_to_the_next_step_of_other_pods_and_to_the_replacements(
     bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def row(step: int, at: float, *, generation: int, world_size: int) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def test_a_kill_is_measured_to_the_next_step_of_others_and_to_the_replacements(
     assert sample == {"rest": 1.5, "replacement": 7.0, "lost_steps": 2.0, "step": 1.0}
 
 
-def test_rows_of_pods_set_ours_beside_stock_torchrun(bench: SimpleNamespace) -> None:
+def test_rows_of_pods_compare_evergrad_with_stock_torchrun(bench: SimpleNamespace) -> None:
     ours = {"rest": 1.0, "replacement": 8.0, "lost_steps": 0.0, "step": 0.5}
     theirs = {"rest": 20.0, "replacement": 24.0, "lost_steps": 3.0, "step": 0.5}
     samples = {

@@ -154,7 +154,7 @@ def read_directory(directory: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "config", [LLAMA, {**LLAMA, "tie_word_embeddings": True}, GPT2, MIXTRAL]
 )
-def test_an_export_is_what_transformers_would_have_saved(
+def test_an_export_equals_what_transformers_would_save(
     make_run: MakeRun, tmp_path: Path, config: dict[str, Any]
 ) -> None:
     run, model = make_run(config)
@@ -176,7 +176,7 @@ def test_an_export_is_what_transformers_would_have_saved(
     assert result.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_weights_are_converted_and_spread_over_files_with_an_index(
+def test_weights_are_converted_and_split_into_files_with_an_index(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, model = make_run(LLAMA)
@@ -204,7 +204,7 @@ def test_weights_are_converted_and_spread_over_files_with_an_index(
     )
 
 
-def test_an_export_of_a_damaged_checkpoint_or_over_a_directory_leaves_nothing(
+def test_an_export_of_a_damaged_checkpoint_or_to_an_existing_directory_leaves_nothing(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
     run, _ = make_run(LLAMA)
@@ -217,7 +217,7 @@ def test_an_export_of_a_damaged_checkpoint_or_over_a_directory_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir() if "ours" in path.name] == []
 
 
-def test_a_run_that_trains_on_does_not_retire_what_is_exported(
+def test_a_training_run_does_not_retire_a_checkpoint_that_is_being_exported(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, model = make_run(LLAMA)
@@ -236,7 +236,7 @@ def test_a_run_that_trains_on_does_not_retire_what_is_exported(
     assert read_directory(tmp_path / "ours").keys() == module_tensors(model).keys()
 
 
-def test_a_full_disk_is_trouble_of_the_output_and_a_lost_shard_of_the_checkpoint(
+def test_a_full_disk_is_an_error_of_the_output_and_a_lost_shard_of_the_checkpoint(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, _ = make_run(LLAMA)
@@ -304,7 +304,7 @@ def test_the_memory_of_an_export_does_not_grow_with_the_model(
     assert after - before < size / 4
 
 
-def test_a_type_that_the_files_do_not_have_is_named_before_anything_is_written(
+def test_a_dtype_that_the_files_cannot_have_is_reported_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
     forms = {
@@ -323,7 +323,7 @@ IDS = torch.arange(12).view(1, 12)
 
 @pytest.mark.capability("A-40")
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_adapters_are_merged_into_a_model_that_any_tool_reads(
+def test_adapters_are_merged_into_a_model_that_any_tool_can_read(
     make_run: MakeRun, tmp_path: Path, config: dict[str, Any]
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -338,7 +338,7 @@ def test_adapters_are_merged_into_a_model_that_any_tool_reads(
     )
 
 
-def test_a_merge_is_rounded_to_the_type_that_is_asked_for(
+def test_a_merge_is_rounded_to_the_requested_dtype(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
     run, model = make_run(LLAMA, lora={"rank": 2, "baseDtype": "bf16"})
@@ -354,7 +354,7 @@ def test_a_merge_is_rounded_to_the_type_that_is_asked_for(
 @pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 )
-def test_adapters_alone_are_what_peft_reads_beside_their_base(
+def test_exported_adapters_can_be_read_by_peft_with_their_base(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
     from peft import PeftModel
@@ -375,7 +375,7 @@ def test_adapters_alone_are_what_peft_reads_beside_their_base(
     assert not (tmp_path / "ours" / "model.safetensors").exists()
 
 
-def test_a_merge_with_another_base_than_it_was_trained_beside_is_refused(
+def test_a_merge_with_another_base_than_the_trained_one_is_refused(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
     run, _ = make_run(LLAMA, lora={"rank": 2})
@@ -387,9 +387,7 @@ def test_a_merge_with_another_base_than_it_was_trained_beside_is_refused(
     assert not (tmp_path / "ours").exists()
 
 
-def test_the_average_is_exported_where_it_is_asked_for(
-    make_run: MakeRun, tmp_path: Path
-) -> None:
+def test_the_average_is_exported_on_request(make_run: MakeRun, tmp_path: Path) -> None:
     run, model = make_run(LLAMA, ema={"decay": 0.5})
     for weights, factor in (("trained", 1), ("average", 2)):
         output = tmp_path / weights
@@ -399,7 +397,7 @@ def test_the_average_is_exported_where_it_is_asked_for(
         assert all(torch.equal(found[name], factor * tensors[name]) for name in found)
 
 
-def test_what_a_run_does_not_have_is_not_exported(
+def test_parts_that_a_run_does_not_have_are_not_exported(
     make_run: MakeRun, tmp_path: Path
 ) -> None:
     run, _ = make_run(LLAMA)
@@ -412,7 +410,7 @@ def test_what_a_run_does_not_have_is_not_exported(
         export.export_checkpoint(run, **options, weights="average")
 
 
-def test_a_run_whose_model_is_not_trained_has_nothing_to_export(tmp_path: Path) -> None:
+def test_a_run_without_a_trained_model_has_nothing_to_export(tmp_path: Path) -> None:
     run = from_wire(
         {
             "apiVersion": "evergrad.dev/v1alpha1",

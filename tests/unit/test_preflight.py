@@ -51,7 +51,7 @@ def training(**changes: Any) -> Training:
     return Training.model_validate(values | changes)
 
 
-def test_a_run_of_its_first_batch_alone_says_so(tmp_path: Path) -> None:
+def test_overfit_first_batch_gives_a_warning(tmp_path: Path) -> None:
     (tmp_path / "docs.jsonl").write_text("{}")
     data = {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 64}
     found = [*check_files(training(data={**data, "overfitFirstBatch": True}), tmp_path)]
@@ -66,7 +66,7 @@ def only(findings: Any) -> Finding:
     return finding
 
 
-def test_a_missing_an_empty_and_a_good_file_are_told_apart(tmp_path: Path) -> None:
+def test_missing_empty_and_valid_files_are_distinguished(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "good.jsonl").write_text('{"text": "x"}\n')
     names = ["missing", "empty", "good"]
@@ -87,7 +87,9 @@ def test_a_missing_an_empty_and_a_good_file_are_told_apart(tmp_path: Path) -> No
     )
 
 
-def test_evaluation_files_are_checked_too_and_a_folder_is_its_files(tmp_path: Path) -> None:
+def test_evaluation_files_are_checked_too_and_folders_by_their_files(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "docs.jsonl").write_text("{}\n")
     (tmp_path / "folder").mkdir()
     evaluation = {"sources": [{"name": "other", "path": "folder"}]}
@@ -122,7 +124,7 @@ def test_workers_must_each_have_a_slot_and_should_have_equal_shares(
         ([6, 12, 18, 24], 6),
     ],
 )
-def test_every_number_of_workers_can_be_cut_into_copies_of_the_model(
+def test_any_number_of_workers_can_be_split_into_replicas_of_the_model(
     sizes: list[int], refused: int | None
 ) -> None:
     plan = training(runtime={"parallelism": "fsdp2", "shards": 4})
@@ -133,14 +135,14 @@ def test_every_number_of_workers_can_be_cut_into_copies_of_the_model(
     assert not list(check_shards(training(), world_sizes=sizes))
 
 
-def test_idle_time_is_told_as_a_share() -> None:
+def test_idle_time_is_reported_as_a_share() -> None:
     assert "3 workers share 4 slots: 33% of their time is idle" in str(
         only(check_workers(training(), num_workers=3)).problem
     )
 
 
 @pytest.mark.capability("G-X25")
-def test_memory_is_enough_too_little_or_unknown() -> None:
+def test_memory_is_sufficient_insufficient_or_unknown() -> None:
     assert (
         only(check_memory(training(), FACTS, MACHINE, num_workers=1, world_size=1)).level
         == "ok"
@@ -165,7 +167,7 @@ def test_memory_is_enough_too_little_or_unknown() -> None:
     )
 
 
-def test_replicas_on_one_machine_add_up_and_shards_do_not() -> None:
+def test_replicas_on_one_machine_use_memory_in_total_and_shards_do_not() -> None:
     machine = replace(MACHINE, memory_bytes=40 * 2**20)
     sharded, facts = (
         training(runtime={"parallelism": "fsdp2"}),
@@ -187,7 +189,7 @@ def test_replicas_on_one_machine_add_up_and_shards_do_not() -> None:
 
 @pytest.mark.acceptance("input-G-21")
 @pytest.mark.capability("O-23", "O-30", "G-X11", "G-X25")
-def test_devices_and_compilers_that_were_asked_for_must_be_there() -> None:
+def test_requested_devices_and_compilers_must_exist() -> None:
     assert list(check_device(training(), MACHINE)) == []
     assert "no cuda device is visible" in str(
         only(check_device(training(runtime={"device": "cuda"}), MACHINE)).problem
@@ -208,7 +210,7 @@ def test_devices_and_compilers_that_were_asked_for_must_be_there() -> None:
     assert list(check_device(training(), without)) == []
 
 
-def test_samples_must_fit_the_models_positions() -> None:
+def test_samples_must_fit_the_positions_of_the_model() -> None:
     assert list(check_model(training(), FACTS)) == []
     assert list(check_model(training(), replace(FACTS, max_positions=None))) == []
     finding = only(check_model(training(), replace(FACTS, max_positions=63)))
@@ -218,7 +220,7 @@ def test_samples_must_fit_the_models_positions() -> None:
     )
 
 
-def test_things_that_never_happen_are_warned_of() -> None:
+def test_settings_that_never_take_effect_give_a_warning() -> None:
     sources = [{"name": "other", "path": "other.jsonl"}]
     sets = [{"name": "other", "every": {"steps": 101}}]
     evaluation = {"every": {"steps": 500}, "sources": sources, "sets": sets}
@@ -242,9 +244,7 @@ def test_things_that_never_happen_are_warned_of() -> None:
 
 @pytest.mark.acceptance("8d-8d", "input-4e-2")
 @pytest.mark.capability("A-56")
-def test_an_evaluation_at_the_end_only_is_said_where_there_is_something_to_evaluate_on() -> (
-    None
-):
+def test_an_evaluation_only_at_the_end_is_reported_if_there_is_evaluation_data() -> None:
     sources = [{"name": "other", "path": "other.jsonl"}]
 
     def said(evaluation: dict[str, Any]) -> list[str]:
@@ -265,16 +265,14 @@ def test_an_evaluation_at_the_end_only_is_said_where_there_is_something_to_evalu
 
 @pytest.mark.acceptance("input-A-59")
 @pytest.mark.capability("A-59")
-def test_the_width_of_a_model_is_that_of_its_widest_layer_or_its_configuration_is_refused() -> (
-    None
-):
+def test_the_width_of_a_model_is_its_widest_layer_or_its_configuration_is_refused() -> None:
     assert hidden_size_of(SimpleNamespace(hidden_size=64, hidden_sizes=[128])) == 64
     assert hidden_size_of(SimpleNamespace(hidden_sizes=[32, 256, 128])) == 256
     with pytest.raises(ModelError, match="has neither hidden_size nor hidden_sizes"):
         hidden_size_of(SimpleNamespace())
 
 
-def test_a_run_directory_is_probed_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_run_directory_is_probed_and_left_unchanged(tmp_path: Path) -> None:
     finding = only(
         check_run_directory(
             tmp_path / "runs" / "a", checkpoint_bytes(FACTS, training()), keep=3
@@ -292,7 +290,7 @@ def test_a_run_directory_below_a_file_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_space_for_one_checkpoint_is_too_little_and_for_fewer_than_are_kept_is_a_warning(
+def test_too_little_space_for_one_checkpoint_is_an_error_and_for_all_kept_ones_a_warning(
     tmp_path: Path,
 ) -> None:
     from evergrad_trainer.base.machine import free_bytes
@@ -325,7 +323,7 @@ def findings_of_script(
     return [(finding.level, str(finding.problem)) for finding in examination.findings]
 
 
-def test_of_a_script_its_program_and_its_workers_are_checked(tmp_path: Path) -> None:
+def test_the_program_and_the_workers_of_a_script_are_checked(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     assert findings_of_script(tmp_path, "train.py") == [
         ("ok", "spec.script.command: the file train.py is there."),
@@ -342,7 +340,7 @@ def test_of_a_script_its_program_and_its_workers_are_checked(tmp_path: Path) -> 
     ]
 
 
-def test_a_module_that_is_not_found_is_a_warning_since_import_hooks_may_know_it(
+def test_a_module_that_is_not_found_is_a_warning_because_import_hooks_may_provide_it(
     tmp_path: Path,
 ) -> None:
     assert findings_of_script(tmp_path, "-m", "nothing.here")[0] == (
@@ -355,13 +353,15 @@ def test_a_module_that_is_not_found_is_a_warning_since_import_hooks_may_know_it(
     )
 
 
-def test_more_workers_of_a_script_than_accelerators_are_a_warning(tmp_path: Path) -> None:
+def test_more_script_workers_than_accelerators_give_a_warning(tmp_path: Path) -> None:
     one = replace(MACHINE, num_accelerators=1)
     assert findings_of_script(tmp_path, "sh", machine=one)[1][0] == "warning"
     assert findings_of_script(tmp_path, "sh", machine=one, num_workers=1)[1][0] == "ok"
 
 
-def test_a_shard_is_of_the_whole_world_and_no_process_holds_the_whole_model() -> None:
+def test_shards_are_split_over_the_whole_world_and_no_process_holds_the_whole_model() -> (
+    None
+):
     """16 bytes a parameter shared by 64 processes, on devices that do not hold the 4 bytes of the whole
     weights."""
     facts = replace(FACTS, parameters=10**9, hidden_size=1024, num_layers=32)
@@ -377,7 +377,9 @@ def test_a_shard_is_of_the_whole_world_and_no_process_holds_the_whole_model() ->
     )
 
 
-def test_what_does_not_fit_comes_with_its_parts_and_the_largest_model_that_would() -> None:
+def test_insufficient_memory_is_reported_with_its_parts_and_the_largest_model_that_fits() -> (
+    None
+):
     facts = replace(FACTS, parameters=10**9, hidden_size=2048, num_layers=16)
     device = replace(MACHINE, num_accelerators=1, accelerator_memory_bytes=10**10)
     text = str(
@@ -400,7 +402,7 @@ def test_what_does_not_fit_comes_with_its_parts_and_the_largest_model_that_would
 
 
 @pytest.mark.capability("A-23")
-def test_activations_that_are_offloaded_must_fit_the_host_of_an_accelerator() -> None:
+def test_offloaded_activations_must_fit_the_host_of_an_accelerator() -> None:
     facts = replace(FACTS, parameters=10**9, hidden_size=2048, num_layers=16)
     device = replace(MACHINE, num_accelerators=2, accelerator_memory_bytes=10**11)
     plan = training(runtime={"activationCheckpointing": "offload"})
@@ -459,9 +461,7 @@ def traps(machine: Machine = MACHINE, **changes: Any) -> list[str]:
     ]
 
 
-def test_a_loss_in_chunks_is_refused_for_a_model_whose_logits_are_more_than_a_linear_layer() -> (
-    None
-):
+def test_a_chunked_loss_is_refused_for_a_model_whose_head_is_not_a_linear_layer() -> None:
     chunked = training(runtime={"lossChunk": 512})
     for name, paths in {"gemma2": ["spec.training.runtime.lossChunk"], "llama": []}.items():
         plan: Any = SimpleNamespace(
@@ -472,7 +472,7 @@ def test_a_loss_in_chunks_is_refused_for_a_model_whose_logits_are_more_than_a_li
         ] == paths
 
 
-def test_two_stages_need_a_model_whose_logits_can_be_made_in_chunks() -> None:
+def test_two_stages_need_a_model_with_chunkable_logits() -> None:
     staged = training(
         recipe="two_stage_kl",
         twoStageKl={"stages": [{"tokens": 1}, {}]},
@@ -498,7 +498,7 @@ def test_a_pretrained_model_is_not_trained_on_bytes_by_default() -> None:
     )
 
 
-def test_moments_in_bf16_that_would_never_fall_are_refused() -> None:
+def test_moments_in_bf16_that_would_never_decrease_are_refused() -> None:
     """As the moments do: 1.0 in bf16, times a decay, is 1.0 again exactly for those that are refused."""
     for decay in (0.9, 0.95, 0.99, 0.995, 0.997, 0.999, 0.9999):
         moment = torch.ones((), dtype=torch.bfloat16)
@@ -512,7 +512,7 @@ def test_moments_in_bf16_that_would_never_fall_are_refused() -> None:
         assert traps(runtime={"precision": "bf16-autocast"}, optimizer=optimizer) == []
 
 
-def test_a_momentum_in_bf16_that_would_never_fall_is_refused_where_there_is_one() -> None:
+def test_a_momentum_in_bf16_that_would_never_decrease_is_refused() -> None:
     slow = {"type": "sgd", "learningRate": 1e-3, "momentum": 0.999}
     found = traps(runtime={"precision": "bf16"}, optimizer=slow)
     assert found == ["spec.training.optimizer.momentum"]
@@ -520,7 +520,7 @@ def test_a_momentum_in_bf16_that_would_never_fall_is_refused_where_there_is_one(
     assert traps(runtime={"precision": "bf16"}, optimizer=lion) == []
 
 
-def test_groups_that_name_no_parameter_are_found_before_anything_is_prepared() -> None:
+def test_groups_without_a_matching_parameter_are_found_before_the_preparation() -> None:
     config = {
         "model_type": "llama",
         "hidden_size": 32,
@@ -540,7 +540,7 @@ def test_groups_that_name_no_parameter_are_found_before_anything_is_prepared() -
     assert "Did you mean model.embed_tokens.weight?" in second
 
 
-def test_exact_sums_are_promised_on_an_accelerator_only_with_determinism_switched_on(
+def test_exact_sums_on_an_accelerator_need_deterministic_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine, exact = replace(MACHINE, num_accelerators=1), {"elastic": "exact"}
@@ -554,7 +554,9 @@ def test_exact_sums_are_promised_on_an_accelerator_only_with_determinism_switche
     assert traps(machine, reproducibility=exact) == []
 
 
-def test_a_run_that_has_begun_with_a_trap_is_warned_and_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_has_started_with_a_trap_gets_a_warning_and_continues(
+    tmp_path: Path,
+) -> None:
     """Its recipe cannot be changed any more."""
     raw = {
         "optimizer": {"learningRate": 1e-3, "betas": [0.9, 0.999]},
@@ -595,7 +597,7 @@ def test_a_run_that_has_begun_with_a_trap_is_warned_and_goes_on(tmp_path: Path) 
     assert [level(begun=False), level(begun=True)] == ["error", "warning"]
 
 
-def test_the_workers_of_all_nodes_need_slots_also_where_each_node_counts_its_own(
+def test_the_workers_of_all_nodes_need_slots_although_each_node_counts_its_own(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "docs.jsonl").write_text('{"text": "x"}\n')
@@ -628,7 +630,7 @@ def test_the_workers_of_all_nodes_need_slots_also_where_each_node_counts_its_own
     assert "6 workers cannot share 4 slots a step" in str(told(3).problem)
 
 
-def test_preflight_says_what_never_happens_where_the_steps_are_known_without_data(
+def test_preflight_reports_ineffective_settings_if_the_steps_are_known_without_data(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "docs.jsonl").write_text('{"text": "x"}\n')

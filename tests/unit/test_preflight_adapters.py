@@ -36,7 +36,7 @@ def base_findings(tmp_path: Path, *, lora: Any, **changes: Any) -> list[Finding]
     return list(check_base(one, tmp_path, plan))
 
 
-def test_adapters_beside_weights_that_have_learned_nothing_are_a_warning(
+def test_adapters_on_untrained_weights_give_a_warning(
     tmp_path: Path,
 ) -> None:
     [finding] = base_findings(tmp_path, lora={"rank": 2})
@@ -47,7 +47,9 @@ def test_adapters_beside_weights_that_have_learned_nothing_are_a_warning(
     assert base_findings(tmp_path, lora=None) == []
 
 
-def test_what_adapters_cannot_begin_with_or_stand_beside_is_refused(tmp_path: Path) -> None:
+def test_initial_weights_and_settings_incompatible_with_adapters_are_refused(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.json").write_text("{}")
     lora = {"rank": 2, "targetModules": ["lm_head"]}
     found = base_findings(

@@ -100,7 +100,7 @@ def test_an_empty_or_missing_directory_is_a_fresh_start(tmp_path: Path) -> None:
     assert inspect_directory(made, make_run(), extend=False) == RunState("fresh")
 
 
-def test_a_run_that_has_begun_goes_on_with_the_data_it_recorded(
+def test_a_run_that_has_started_continues_with_its_recorded_data(
     directory: RunDirectory,
 ) -> None:
     run_state = inspect_directory(directory, make_run(), extend=False)
@@ -112,7 +112,7 @@ def test_a_run_that_has_begun_goes_on_with_the_data_it_recorded(
 
 
 @pytest.mark.acceptance("8d-4f", "input-1e-1")
-def test_a_finished_run_is_complete_until_its_horizon_grows(
+def test_a_finished_run_is_complete_until_its_horizon_is_extended(
     directory: RunDirectory,
 ) -> None:
     directory.mark_complete({"step": 100})
@@ -128,7 +128,7 @@ def test_a_finished_run_is_complete_until_its_horizon_grows(
     )
 
 
-def test_a_source_that_is_missing_is_named_with_what_differs(
+def test_a_missing_source_is_reported_with_the_difference(
     directory: RunDirectory, tmp_path: Path
 ) -> None:
     moved = {
@@ -185,14 +185,14 @@ def test_another_unit_of_the_horizon_is_a_change_of_both_fields(
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.parametrize("extend", [False, True])
-def test_a_changed_field_of_the_recipe_is_named(
+def test_a_changed_recipe_field_is_reported(
     directory: RunDirectory, changes: dict[str, Any], path: str, extend: bool
 ) -> None:
     text = refusal(directory, make_run(**changes), extend=extend)
     assert f"{path}: " in text and "the recipe of a run does not change" in text
 
 
-def test_data_and_a_model_may_lie_elsewhere_and_the_run_keeps_its_identity(
+def test_data_and_model_may_be_moved_and_the_run_keeps_its_identity(
     directory: RunDirectory,
 ) -> None:
     moved = {
@@ -216,7 +216,7 @@ def test_a_model_that_becomes_a_directory_is_another_model(directory: RunDirecto
     )
 
 
-def test_other_data_are_refused_before_the_run_is_claimed(directory: RunDirectory) -> None:
+def test_other_data_is_refused_before_the_run_is_claimed(directory: RunDirectory) -> None:
     run_state = inspect_directory(directory, make_run(), extend=False)
     assert run_state.data_fingerprint == "f"
     check_data_unchanged(directory, run_state, fingerprint="f")
@@ -237,7 +237,7 @@ def test_other_data_are_refused_before_the_run_is_claimed(directory: RunDirector
         check_data_unchanged(directory, run_state, fingerprint="x", facts=facts)
 
 
-def test_a_missing_beginning_of_data_is_named_where_a_run_went_on_in_the_same_data(
+def test_a_missing_data_start_is_reported_if_the_run_continued_in_the_same_data(
     directory: RunDirectory,
 ) -> None:
     record = {
@@ -252,7 +252,7 @@ def test_a_missing_beginning_of_data_is_named_where_a_run_went_on_in_the_same_da
         check_data_unchanged(directory, run_state, fingerprint="other")
 
 
-def test_a_tokenizer_of_another_content_is_refused_wherever_it_lies() -> None:
+def test_a_tokenizer_with_other_content_is_refused_at_any_path() -> None:
     run_state = RunState("begun", 100, PREPARED)
     check_tokenizer_unchanged(run_state, PREPARED)
     check_tokenizer_unchanged(RunState("fresh"), PREPARED)
@@ -275,14 +275,16 @@ def test_a_tokenizer_of_another_content_is_refused_wherever_it_lies() -> None:
     ],
     ids=lambda value: next(iter(value)),
 )
-def test_operational_fields_may_change_from_start_to_start(
+def test_operational_fields_may_change_between_starts(
     directory: RunDirectory, changes: dict[str, Any]
 ) -> None:
     assert inspect_directory(directory, make_run(**changes), extend=False).state == "begun"
 
 
 @pytest.mark.acceptance("8d-4a")
-def test_another_runs_directory_is_refused_with_both_names(directory: RunDirectory) -> None:
+def test_the_directory_of_another_run_is_refused_with_both_names(
+    directory: RunDirectory,
+) -> None:
     text = refusal(directory, make_run(name="two"))
     assert f"{directory.path}: holds the run 'one'; this manifest is the run 'two'" in text
 
@@ -290,7 +292,7 @@ def test_another_runs_directory_is_refused_with_both_names(directory: RunDirecto
 @pytest.mark.acceptance("input-3e-1")
 @pytest.mark.capability("G-68")
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/latest"])
-def test_leftovers_of_nobody_are_not_trained_over(
+def test_leftover_files_of_an_unknown_run_are_not_overwritten(
     directory: RunDirectory, name: str
 ) -> None:
     directory.resolved.unlink()
@@ -359,7 +361,7 @@ MISSING = object()
         ("dataStart", {**START, "dataBefore": ""}, "dataStart.dataBefore is missing"),
     ],
 )
-def test_a_damaged_key_of_run_json_is_named(
+def test_a_damaged_key_of_run_json_is_reported(
     directory: RunDirectory, key: str, value: Any, said: str
 ) -> None:
     record = {
@@ -379,7 +381,7 @@ def test_a_damaged_key_of_run_json_is_named(
     assert "Restore it from a backup. Without one, begin another run" in text
 
 
-def test_keys_that_only_another_version_knows_are_no_damage(
+def test_keys_known_only_to_another_version_are_not_damage(
     directory: RunDirectory,
 ) -> None:
     record = directory.read_resolved() or {}
@@ -393,7 +395,7 @@ def test_keys_that_only_another_version_knows_are_no_damage(
     assert run_state.start is not None and run_state.start.sources[0].taken == 18
 
 
-def test_a_start_that_was_refused_before_its_first_step_may_be_tried_again(
+def test_a_start_refused_before_its_first_step_may_be_retried(
     directory: RunDirectory,
 ) -> None:
     directory.resolved.unlink()
@@ -402,12 +404,12 @@ def test_a_start_that_was_refused_before_its_first_step_may_be_tried_again(
 
 
 @pytest.mark.acceptance("8d-4g")
-def test_a_damaged_run_json_is_named(directory: RunDirectory) -> None:
+def test_a_damaged_run_json_is_reported(directory: RunDirectory) -> None:
     directory.resolved.write_text("{")
     assert f"{directory.resolved}: is not valid JSON" in refusal(directory, make_run())
 
 
-def test_a_horizon_may_grow_and_never_shrink(directory: RunDirectory) -> None:
+def test_a_horizon_may_be_extended_and_never_shortened(directory: RunDirectory) -> None:
     begun = RunState("begun", total_steps=100)
     check_extension(directory, begun, total_steps=100)
     check_extension(directory, begun, total_steps=101)
@@ -416,7 +418,7 @@ def test_a_horizon_may_grow_and_never_shrink(directory: RunDirectory) -> None:
     check_extension(directory, RunState("fresh"), total_steps=1)
 
 
-def test_what_is_recorded_loads_to_the_same_run(directory: RunDirectory) -> None:
+def test_the_recorded_manifest_loads_to_the_same_run(directory: RunDirectory) -> None:
     record = json.loads(directory.resolved.read_text())
     assert from_wire(record["manifest"]) == make_run()
     assert (record["configHash"], record["dataFingerprint"]) == ("recorded", "f")
@@ -438,7 +440,7 @@ def of_script(tmp_path: Path) -> RunDirectory:
     return one
 
 
-def test_a_script_goes_on_until_it_is_complete(of_script: RunDirectory) -> None:
+def test_a_script_continues_until_it_is_complete(of_script: RunDirectory) -> None:
     run = make_script(
         "train.py", "--epochs", "3", gracePeriodSeconds=5, metrics={"port": 0}
     )
@@ -459,7 +461,7 @@ def test_a_changed_script_is_refused_with_the_field(of_script: RunDirectory) -> 
     assert "holds the run 'one'" in refusal(of_script, make_script("train.py", name="two"))
 
 
-def test_neither_kind_goes_on_with_the_others_directory(
+def test_neither_kind_of_run_continues_in_the_directory_of_the_other(
     directory: RunDirectory, of_script: RunDirectory
 ) -> None:
     why = "neither can go on with what the other saved."
@@ -474,7 +476,7 @@ def test_neither_kind_goes_on_with_the_others_directory(
     )
 
 
-def test_what_is_recorded_of_a_script_loads_to_the_same_run(
+def test_the_recorded_manifest_of_a_script_loads_to_the_same_run(
     of_script: RunDirectory,
 ) -> None:
     record = json.loads(of_script.resolved.read_text())
@@ -493,7 +495,7 @@ def models(**changes: Any) -> dict[str, Any]:
     }  # type: ignore[dict-item]
 
 
-def test_a_model_that_is_resolved_to_something_else_is_refused_by_field(
+def test_a_model_that_is_resolved_differently_is_refused_by_field(
     directory: RunDirectory,
 ) -> None:
     run_state = inspect_directory(directory, make_run(), extend=False)
@@ -516,7 +518,7 @@ def test_a_model_that_is_resolved_to_something_else_is_refused_by_field(
         check_model_unchanged(directory, run_state, models(new_key=1))
 
 
-def test_a_run_that_an_older_version_began_says_nothing_of_its_model(
+def test_a_run_started_by_an_older_version_has_no_recorded_model(
     directory: RunDirectory,
 ) -> None:
     record = directory.read_resolved() or {}
@@ -530,7 +532,7 @@ def test_a_run_that_an_older_version_began_says_nothing_of_its_model(
 
 @pytest.mark.parametrize("began", [10000.0, 10000])
 @pytest.mark.parametrize("now", [10000.0, 10000])
-def test_a_run_goes_on_on_a_laptop_and_on_a_cluster_whatever_the_form_of_its_numbers(
+def test_a_run_continues_on_a_laptop_and_on_a_cluster_in_any_spelling_of_its_numbers(
     tmp_path: Path, began: float, now: float
 ) -> None:
     # As a version wrote it that kept numbers as they were in the file: on a cluster 10000.0 is 10000.

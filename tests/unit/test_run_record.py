@@ -15,7 +15,9 @@ def make_link(tmp_path: Path) -> tuple[Path, Path, Path]:
     return base, tmp_path / "runs" / "tiny", real / "tiny"
 
 
-def test_relative_paths_of_a_run_behind_a_link_start_at_its_file(tmp_path: Path) -> None:
+def test_relative_paths_of_a_run_behind_a_link_start_at_its_manifest(
+    tmp_path: Path,
+) -> None:
     base, by_link, real = make_link(tmp_path)
     record = {BASE: describe_base(base, by_link)}
     assert record == {BASE: "../../../../project"} == {BASE: describe_base(base, real)}
@@ -24,7 +26,7 @@ def test_relative_paths_of_a_run_behind_a_link_start_at_its_file(tmp_path: Path)
         assert found.resolve() == base.resolve()
 
 
-def test_a_base_that_an_older_version_recorded_by_the_names_of_links_is_found(
+def test_a_base_directory_that_an_older_version_recorded_through_links_is_found(
     tmp_path: Path,
 ) -> None:
     base, by_link, real = make_link(tmp_path)

@@ -45,11 +45,11 @@ def folder(tmp_path: Path) -> Path:
     ],
     ids=lambda script: " ".join(script.command)[-20:],
 )
-def test_what_is_there_has_no_problem(script: Script, folder: Path) -> None:
+def test_existing_files_and_programs_give_no_problem(script: Script, folder: Path) -> None:
     assert problems(folder, script) == []
 
 
-def test_what_is_not_there_is_named_with_the_field_and_a_remedy(folder: Path) -> None:
+def test_a_missing_file_is_reported_with_the_field_and_a_remedy(folder: Path) -> None:
     remedy = "Check the path; it is relative to the manifest's directory."
     assert problems(folder, a_script("trian.py", workingDirectory="cod")) == [
         f"{folder}/trian.py: does not exist; spec.script.command names it. {remedy}",
@@ -60,7 +60,7 @@ def test_what_is_not_there_is_named_with_the_field_and_a_remedy(folder: Path) ->
     ]
 
 
-def test_a_variable_of_an_object_of_the_cluster_is_set_in_the_shell_here(
+def test_a_variable_from_a_cluster_object_must_be_set_in_the_local_shell(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = {"name": "hub", "key": "token"}
@@ -80,7 +80,7 @@ def test_a_variable_of_an_object_of_the_cluster_is_set_in_the_shell_here(
     assert problems(folder, script) == []
 
 
-def test_a_place_of_the_wrong_kind_is_named(folder: Path) -> None:
+def test_a_path_of_the_wrong_kind_is_reported(folder: Path) -> None:
     (folder / "folder.py").mkdir()
     assert (
         "folder.py: is a directory; spec.script.command names it. Name the file in it"
@@ -93,7 +93,7 @@ def test_a_place_of_the_wrong_kind_is_named(folder: Path) -> None:
     )
 
 
-def test_a_file_that_may_not_be_executed_is_named(folder: Path) -> None:
+def test_a_file_without_execute_permission_is_reported(folder: Path) -> None:
     (folder / "start").chmod(0o644)
     (said,) = problems(folder, a_script("./start"))
     assert (
@@ -102,7 +102,7 @@ def test_a_file_that_may_not_be_executed_is_named(folder: Path) -> None:
     )
 
 
-def test_a_name_without_a_slash_is_looked_up_in_the_path_of_the_workers(
+def test_a_name_without_a_slash_is_searched_in_the_path_of_the_workers(
     folder: Path,
 ) -> None:
     assert problems(folder, a_script("start")) == [
@@ -124,7 +124,7 @@ def test_a_name_without_a_slash_is_looked_up_in_the_path_of_the_workers(
     ["x" * 5000 + ".py", "a\u2028b.py", "\udcff.py"],
     ids=["long", "unprintable", "undecodable"],
 )
-def test_an_odd_name_is_a_problem_that_can_be_printed(name: str, folder: Path) -> None:
+def test_the_problem_of_an_unusual_name_is_printable(name: str, folder: Path) -> None:
     (said,) = problems(folder, a_script(name))
     assert said.isprintable() and len(said) < 500
 
@@ -148,7 +148,7 @@ def test_a_module_is_found_without_importing_it(folder: Path) -> None:
     assert is_module_found(a_script("-m", "json.tool"), base_directory=folder)
 
 
-def test_only_a_file_beside_the_manifest_is_needed_everywhere(folder: Path) -> None:
+def test_only_files_next_to_the_manifest_are_required_everywhere(folder: Path) -> None:
     for missing in (
         a_script("/code/train.py"),
         a_script("-m", "nothing"),

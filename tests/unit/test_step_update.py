@@ -148,7 +148,9 @@ def big_batch(slots: int = 4, step: int = 1) -> Batch:
 @pytest.mark.acceptance("8d-14a", "number-A-81", "number-T-43")
 @pytest.mark.capability("C-14", "C-20", "O-25", "A-16", "A-17", "A-81", "T-10", "T-20")
 @pytest.mark.parametrize("exact", [False, True])
-def test_the_update_is_that_of_one_big_batch_over_its_valid_tokens(exact: bool) -> None:
+def test_the_update_equals_one_big_batch_averaged_over_its_valid_tokens(
+    exact: bool,
+) -> None:
     model, plain = Model(), Model()
     outcome = make_stepper(model, exact=exact).run(1, world(), QUIET)
     batch = big_batch()
@@ -187,7 +189,7 @@ class Traced(torch.autograd.Function):
         return gradients[0], None
 
 
-def test_the_graph_of_a_slot_is_gone_when_the_next_one_begins() -> None:
+def test_the_graph_of_a_slot_is_freed_before_the_next_one_starts() -> None:
     class Kept:
         pass
 
@@ -208,9 +210,7 @@ def test_the_graph_of_a_slot_is_gone_when_the_next_one_begins() -> None:
 
 
 @pytest.mark.acceptance("number-T-54")
-def test_gradients_above_the_limit_are_clipped_to_it_and_the_norm_is_told_unclipped() -> (
-    None
-):
+def test_gradients_above_the_limit_are_clipped_and_the_unclipped_norm_is_reported() -> None:
     model, free = Model(), Model()
     told = make_stepper(free).run(1, world(), QUIET).grad_norm
     outcome = make_stepper(model, clip=told / 4).run(1, world(), QUIET)
@@ -227,7 +227,9 @@ def test_gradients_above_the_limit_are_clipped_to_it_and_the_norm_is_told_unclip
 @pytest.mark.acceptance("8d-12c", "number-A-58")
 @pytest.mark.capability("C-56")
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_the_slots_of_a_step_are_shared_without_rest_by_every_world(size: int) -> None:
+def test_the_slots_of_a_step_are_shared_without_remainder_by_every_world_size(
+    size: int,
+) -> None:
     shares = [list(share_slots(4, rank, size, is_sharded=False)) for rank in range(size)]
     assert sorted(slot for share in shares for slot, _, _ in share) == [0, 1, 2, 3]
     assert all(is_real for share in shares for _, is_real, _ in share)
@@ -238,7 +240,9 @@ def test_the_slots_of_a_step_are_shared_without_rest_by_every_world(size: int) -
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_sharded_ranks_all_run_as_often_and_each_slot_counts_once(size: int) -> None:
+def test_sharded_ranks_all_run_equally_many_slots_and_each_slot_counts_once(
+    size: int,
+) -> None:
     shares = [list(share_slots(4, rank, size, is_sharded=True)) for rank in range(size)]
     assert len({len(share) for share in shares}) == 1
     assert sorted(slot for share in shares for slot, is_real, _ in share if is_real) == [
@@ -251,7 +255,7 @@ def test_sharded_ranks_all_run_as_often_and_each_slot_counts_once(size: int) -> 
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_the_ranks_of_a_world_tell_each_other_adds_up_to_what_one_knows(
+def test_the_exchanged_values_of_all_ranks_sum_to_those_of_one_process(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """Hash and tokens of each rank's own part, without a group: their sums are the step's."""
@@ -265,7 +269,7 @@ def test_what_the_ranks_of_a_world_tell_each_other_adds_up_to_what_one_knows(
     assert int(whole.sample_hash, 16) == (4 * 2**63 + 6) % 2**64
 
 
-def test_a_slot_is_over_when_its_device_has_run_it_not_when_it_was_launched(
+def test_a_slot_ends_when_its_device_has_run_it_and_not_when_it_was_launched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     diary = Diary()
@@ -278,7 +282,7 @@ def test_a_slot_is_over_when_its_device_has_run_it_not_when_it_was_launched(
     assert diary.entries == ["slot 0", "slot 1", "slot 2", "slot 3", "computed", "rest"]
 
 
-def test_the_memory_of_the_device_is_reported_after_each_step_to_whoever_looks(
+def test_device_memory_is_reported_after_each_step_on_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = (3, 5, 4)
@@ -327,7 +331,7 @@ class Noted:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_step_waits_for_its_device_after_everything_is_launched_and_reads_nothing_before(
+def test_a_step_waits_for_its_device_only_after_everything_is_launched(
     monkeypatch: pytest.MonkeyPatch, exact: bool
 ) -> None:
     diary = Diary()
@@ -363,7 +367,7 @@ def test_a_step_waits_for_its_device_after_everything_is_launched_and_reads_noth
     assert set(diary.entries[6:]) == {"read"}
 
 
-def test_a_rank_at_another_step_is_named_by_all_and_nothing_is_updated(
+def test_a_rank_at_another_step_is_reported_on_all_ranks_and_nothing_is_updated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def sum_integers(self: World, values: torch.Tensor) -> torch.Tensor:
@@ -382,7 +386,7 @@ def test_a_rank_at_another_step_is_named_by_all_and_nothing_is_updated(
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_is_told_with_step_slot_and_samples_and_nothing_is_updated(
+def test_a_non_finite_loss_is_reported_with_step_slot_and_samples_and_nothing_is_updated(
     value: float, exact: bool
 ) -> None:
     model = Model()
@@ -409,7 +413,7 @@ def test_a_loss_that_is_not_finite_is_told_with_step_slot_and_samples_and_nothin
     )
 
 
-def test_a_gradient_that_overflows_is_told_and_nothing_is_updated() -> None:
+def test_an_overflowing_gradient_is_reported_and_nothing_is_updated() -> None:
     model = Model()
     before = [parameter.clone() for parameter in model.parameters()]
     stepper = make_stepper(model)
@@ -421,7 +425,7 @@ def test_a_gradient_that_overflows_is_told_and_nothing_is_updated() -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_step_without_a_token_that_carries_a_loss_makes_no_update(exact: bool) -> None:
+def test_a_step_without_loss_tokens_makes_no_update(exact: bool) -> None:
     model = Model()
     before = [parameter.clone() for parameter in model.parameters()]
     stepper = make_stepper(model, exact=exact)
@@ -439,7 +443,7 @@ def masked(batch: Batch) -> Batch:
     return replace(batch, tensors={**batch.tensors, "labels": labels}, weight=0)
 
 
-def test_a_skipped_step_reads_nothing_computes_nothing_and_tells_its_flags() -> None:
+def test_a_skipped_step_reads_and_computes_nothing_and_reports_its_flags() -> None:
     model = Model()
     before = [parameter.clone() for parameter in model.parameters()]
     stepper = make_stepper(model)
@@ -459,7 +463,7 @@ def test_a_skipped_step_reads_nothing_computes_nothing_and_tells_its_flags() -> 
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_the_step_after_a_refused_one_is_the_step_it_would_have_been() -> None:
+def test_the_step_after_a_refused_step_is_unaffected() -> None:
     """Neither gradients nor sums of a refused step are left over."""
     model, other = Model(), Model()
     stepper = make_stepper(model)
@@ -471,7 +475,7 @@ def test_the_step_after_a_refused_one_is_the_step_it_would_have_been() -> None:
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
-def test_the_learning_rate_told_is_the_schedules() -> None:
+def test_the_reported_learning_rate_matches_the_schedule() -> None:
     stepper = make_stepper(Model())
     assert [stepper.run(step, world(), QUIET).learning_rate for step in (1, 6)] == [
         0.1,
@@ -483,11 +487,11 @@ def test_the_learning_rate_told_is_the_schedules() -> None:
     "flags",
     [tuple(place == raised for place in range(NUM_FLAGS)) for raised in range(NUM_FLAGS)],
 )
-def test_flags_arrive_as_they_were_raised(flags: tuple[bool, ...]) -> None:
+def test_flags_are_exchanged_unchanged(flags: tuple[bool, ...]) -> None:
     assert make_stepper(Model()).run(1, world(), flags).flags == flags
 
 
-def test_the_phases_of_a_step_are_all_its_time() -> None:
+def test_the_phases_of_a_step_sum_to_its_time() -> None:
     outcome = make_stepper(Model()).run(1, world(), QUIET)
     assert set(outcome.seconds) == {
         "data",
@@ -500,6 +504,6 @@ def test_the_phases_of_a_step_are_all_its_time() -> None:
 
 
 @pytest.mark.parametrize("value", [0, 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64 + 5])
-def test_hashes_travel_as_signed_integers_and_come_back(value: int) -> None:
+def test_hashes_are_sent_as_signed_integers_and_restored(value: int) -> None:
     assert -(2**63) <= as_signed(value) < 2**63
     assert as_signed(value) % 2**64 == value % 2**64

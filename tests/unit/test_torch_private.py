@@ -32,7 +32,7 @@ def group(tmp_path: Path) -> "dist.ProcessGroup":
         dist.destroy_process_group()
 
 
-def test_the_group_counter_counts_and_is_part_of_the_names(
+def test_the_group_counter_increases_and_is_part_of_the_names(
     group: dist.ProcessGroup,
 ) -> None:
     counted, default = torch_private.group_state()
@@ -43,7 +43,7 @@ def test_the_group_counter_counts_and_is_part_of_the_names(
     assert torch_private.group_state() == (0, None)
 
 
-def test_a_failed_set_up_leaves_the_counter_raised_and_nothing_to_destroy(
+def test_a_failed_setup_leaves_the_counter_raised_and_no_group_to_destroy(
     tmp_path: Path,
 ) -> None:
     store = FileStore(str(tmp_path / "store"), 2)
@@ -64,7 +64,7 @@ def cut(group: dist.ProcessGroup) -> Any:
     return fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"))
 
 
-def test_weights_in_the_place_of_those_that_were_cut_are_noticed(
+def test_replaced_weights_of_a_sharded_module_are_detected(
     group: dist.ProcessGroup,
 ) -> None:
     module = cut(group)
@@ -76,7 +76,7 @@ def test_weights_in_the_place_of_those_that_were_cut_are_noticed(
     assert torch_private.has_foreign_weights(module)
 
 
-def test_passes_that_no_backward_pass_followed_are_forgotten(
+def test_forward_passes_without_a_backward_pass_are_forgotten(
     group: dist.ProcessGroup,
 ) -> None:
     module = cut(group)
@@ -90,7 +90,7 @@ def test_passes_that_no_backward_pass_followed_are_forgotten(
     assert remembered == []
 
 
-def test_chosen_weights_are_gathered_in_another_type_and_their_gradients_summed_in_fp32(
+def test_selected_weights_are_gathered_in_another_dtype_and_their_gradients_summed_in_fp32(
     group: dist.ProcessGroup,
 ) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.LayerNorm(2))
@@ -112,7 +112,7 @@ def test_chosen_weights_are_gathered_in_another_type_and_their_gradients_summed_
         assert parameter.grad is not None and parameter.grad.dtype == torch.float32
 
 
-def test_all_weights_of_a_module_can_be_gathered_in_another_type(
+def test_all_weights_of_a_module_can_be_gathered_in_another_dtype(
     group: dist.ProcessGroup,
 ) -> None:
     module = cut(group)
@@ -122,7 +122,7 @@ def test_all_weights_of_a_module_can_be_gathered_in_another_type(
     assert module.weight.grad.dtype == module.bias.grad.dtype == torch.float32
 
 
-def test_hooks_on_the_gradient_of_a_parameter_are_seen() -> None:
+def test_hooks_on_the_gradient_of_a_parameter_are_detected() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     assert not torch_private.has_gradient_hooks(parameter)
     parameter.sum().backward()
@@ -152,11 +152,11 @@ dist.barrier()
 """
 
 
-def test_a_group_that_is_destroyed_is_kept_and_another_can_be_made() -> None:
+def test_a_destroyed_group_is_kept_and_another_can_be_created() -> None:
     subprocess.run([sys.executable, "-c", _KEPT_GROUP], check=True)
 
 
-def test_a_group_takes_another_timeout_after_its_set_up(group: dist.ProcessGroup) -> None:
+def test_a_group_accepts_another_timeout_after_its_setup(group: dist.ProcessGroup) -> None:
     torch_private.set_timeout(group, timedelta(seconds=123))
     backend = group._get_backend(torch.device("cpu"))
     assert backend.options._timeout == timedelta(seconds=123)
@@ -228,7 +228,7 @@ def test_an_eager_step_of_a_transformers_model_does_not_import_the_compiler() ->
     _run_python(_EAGER_STEP)
 
 
-def test_a_delayed_compiler_compiles_and_heeds_what_was_decorated_before() -> None:
+def test_a_delayed_compiler_compiles_and_respects_earlier_decorators() -> None:
     _run_python(
         """
 import sys
@@ -271,7 +271,9 @@ assert len(graphs) == 1 and any(node.target is whole for node in graphs[0].graph
         "from torch._subclasses.fake_tensor import FakeTensorMode; FakeTensorMode()",
     ],
 )
-def test_a_part_of_a_delayed_compiler_is_the_one_that_the_compiler_uses(first: str) -> None:
+def test_a_module_of_a_delayed_compiler_is_the_one_that_the_compiler_uses(
+    first: str,
+) -> None:
     _run_python(
         f"""
 import importlib
@@ -324,9 +326,7 @@ assert not loaded, loaded
     )
 
 
-def test_the_delayed_algebra_of_sizes_answers_what_is_known_and_its_error_becomes_torchs() -> (
-    None
-):
+def test_the_delayed_symbolic_sizes_answer_known_facts_and_raise_torch_errors() -> None:
     _run_python(
         """
 import sys
@@ -357,7 +357,7 @@ else:
     )
 
 
-def test_the_history_of_device_memory_takes_the_arguments_that_it_is_given(
+def test_record_memory_history_accepts_its_arguments(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Up to the C++ side, which needs an accelerator."""
@@ -376,7 +376,7 @@ def test_the_history_of_device_memory_takes_the_arguments_that_it_is_given(
     assert (tmp_path / "memory.pickle").stat().st_size > 0
 
 
-def test_the_delayed_compiler_takes_torchs_names_of_parameters() -> None:
+def test_the_delayed_compiler_accepts_the_parameter_names_of_torch() -> None:
     import torch._dynamo as loaded
 
     delayed = torch_private._DelayedCompiler
@@ -388,7 +388,7 @@ def test_the_delayed_compiler_takes_torchs_names_of_parameters() -> None:
         assert found and found == expected[: len(found)], name
 
 
-def test_a_compiler_that_could_not_be_loaded_is_loaded_by_its_next_use(
+def test_a_compiler_that_could_not_be_loaded_is_loaded_at_its_next_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     attempts: list[types.ModuleType] = []

@@ -65,7 +65,7 @@ ABORTING = pytest.mark.parametrize(
 )
 
 
-def test_the_device_decides_and_a_variable_chooses_the_one_for_tests(
+def test_the_device_determines_the_transport_and_a_variable_overrides_it_for_tests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
@@ -76,7 +76,7 @@ def test_the_device_decides_and_a_variable_chooses_the_one_for_tests(
     assert isinstance(choose_transport(CUDA), NcclTransport)
 
 
-def test_a_worker_with_an_accelerator_uses_its_own_and_keeps_torch_s_watchdog_from_ending_it(
+def test_a_worker_uses_its_own_accelerator_and_disables_the_torch_watchdog(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chosen: list[torch.device] = []
@@ -88,7 +88,7 @@ def test_a_worker_with_an_accelerator_uses_its_own_and_keeps_torch_s_watchdog_fr
 
 
 @ABORTING
-def test_a_group_that_was_given_up_is_aborted_once_and_the_survivor_lives(
+def test_a_group_is_aborted_once_and_the_survivor_lives(
     group: dist.ProcessGroup, aborts: list[str], make: "type[Transport]"
 ) -> None:
     """The watchdog gives the group up, main does, and then it is taken down: torch's abort cannot be called a
@@ -106,7 +106,7 @@ def test_a_group_that_was_given_up_is_aborted_once_and_the_survivor_lives(
 
 
 @ABORTING
-def test_a_group_that_nobody_gave_up_is_taken_down_without_waiting_for_peers(
+def test_a_group_that_was_not_aborted_is_destroyed_without_waiting_for_peers(
     group: dist.ProcessGroup, aborts: list[str], make: "type[Transport]"
 ) -> None:
     transport = make()
@@ -125,7 +125,7 @@ def test_a_group_that_nobody_gave_up_is_taken_down_without_waiting_for_peers(
 
 
 @ABORTING
-def test_a_group_given_up_before_it_exists_harms_no_thread(
+def test_an_abort_before_the_group_exists_harms_no_thread(
     aborts: list[str], make: "type[Transport]"
 ) -> None:
     transport = make()
@@ -135,7 +135,7 @@ def test_a_group_given_up_before_it_exists_harms_no_thread(
 
 
 @ABORTING
-def test_a_group_given_up_while_it_is_set_up_is_aborted_as_soon_as_it_stands(
+def test_an_abort_during_setup_takes_effect_as_soon_as_the_group_exists(
     group: dist.ProcessGroup, aborts: list[str], make: "type[Transport]"
 ) -> None:
     """Not before: torch would clear its groups under the main thread, which is still making some."""
@@ -149,7 +149,7 @@ def test_a_group_given_up_while_it_is_set_up_is_aborted_as_soon_as_it_stands(
 
 
 @ABORTING
-def test_the_watchdog_hears_on_after_a_hard_change_that_comes_during_set_up(
+def test_the_watchdog_continues_after_a_hard_change_during_setup(
     monkeypatch: pytest.MonkeyPatch, make: "type[Transport]"
 ) -> None:
     exits: list[int] = []
@@ -171,7 +171,7 @@ def test_the_watchdog_hears_on_after_a_hard_change_that_comes_during_set_up(
     end.close()
 
 
-def test_what_has_arrived_after_the_group_was_given_up_is_not_believed(
+def test_data_received_after_the_abort_of_the_group_is_not_used(
     group: dist.ProcessGroup,
 ) -> None:
     """An aborted operation ends without its data and without an error."""
@@ -195,7 +195,7 @@ def test_what_has_arrived_after_the_group_was_given_up_is_not_believed(
     )
 
 
-def test_a_sum_arrives_after_its_wait_and_a_world_waits_for_it(
+def test_a_sum_is_complete_after_its_wait_and_a_world_waits_for_it(
     group: dist.ProcessGroup,
 ) -> None:
     transport = AsynchronousTransport()
@@ -222,7 +222,7 @@ def test_a_sum_arrives_after_its_wait_and_a_world_waits_for_it(
 
 
 @pytest.mark.capability("C-54")
-def test_a_transport_without_a_timeout_of_its_own_is_not_waited_for_longer_than_the_world_s() -> (
+def test_a_transport_without_its_own_timeout_is_waited_for_as_long_as_that_of_the_world() -> (
     None
 ):
     class Never:
@@ -238,7 +238,7 @@ def test_a_transport_without_a_timeout_of_its_own_is_not_waited_for_longer_than_
         world.wait(Never())
 
 
-def test_an_error_of_the_device_is_trouble_of_this_host_and_no_lost_peer() -> None:
+def test_a_device_error_is_a_host_fault_and_not_a_lost_peer() -> None:
     class Broken:
         def is_completed(self) -> bool:
             raise torch.AcceleratorError("an illegal memory access was encountered")

@@ -132,7 +132,7 @@ def test_both_commands_report_the_same_problems(
     assert errors(capsys) == of_validate != []
 
 
-def test_a_file_on_the_cluster_alone_is_not_looked_for(
+def test_a_file_on_the_cluster_alone_is_not_searched_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     elsewhere = {
@@ -168,7 +168,7 @@ def test_a_vocabulary_is_not_compared_with_a_tokenizer_that_is_not_on_this_machi
     assert main(["validate", str(file)]) == 0, capsys.readouterr().err
 
 
-def test_the_document_for_programs_has_the_same_problems(
+def test_the_json_document_has_the_same_problems(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
@@ -186,7 +186,7 @@ def test_the_document_for_programs_has_the_same_problems(
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_a_type_of_weights_that_is_not_trained_in_is_reported(
+def test_stored_weights_with_an_unsupported_dtype_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
     assert main(["validate", str(write(tmp_path, config(TINY, **{key: "float16"})))]) == 0
@@ -261,7 +261,7 @@ def test_conversations_without_a_template_are_refused_once(
     assert errors(capsys) == [error]
 
 
-def test_rows_that_need_no_template_and_rows_that_are_elsewhere_are_valid(
+def test_rows_that_need_no_template_and_rows_on_the_cluster_are_valid(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["validate", str(write_rows(tmp_path, PROMPT))]) == 0
@@ -288,7 +288,7 @@ def test_rows_that_need_no_template_and_rows_that_are_elsewhere_are_valid(
     assert main(["validate", str(path)]) == 0
 
 
-def test_a_template_that_is_not_valid_is_reported_by_both_commands(
+def test_an_invalid_template_is_reported_by_both_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(write_rows(tmp_path, PROMPT, rows={"chatTemplate": "{% for %}"}))
@@ -373,7 +373,7 @@ def test_ids_that_an_export_would_change_are_refused_by_both_commands(
     assert errors(capsys) == [error]
 
 
-def test_a_null_that_kubectl_apply_drops_is_a_warning(
+def test_a_null_that_kubectl_apply_drops_gives_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path, config(TINY, pad_token_id=None))

@@ -37,7 +37,7 @@ def make_world(interrupt: Interrupt | None = None, *, size: int = 2) -> World:
     return World(1, rank=0, size=size, device=CPU, interrupt=interrupt)
 
 
-def test_a_world_of_one_agrees_with_itself() -> None:
+def test_a_single_process_agrees_with_itself() -> None:
     world = make_world(size=1)
     assert world.gather_json({"a": 1}) == [{"a": 1}]
     assert world.broadcast_json([1, 2]) == [1, 2]
@@ -48,16 +48,14 @@ def test_a_world_of_one_agrees_with_itself() -> None:
     world.raise_if_given_up()
 
 
-def test_a_collective_that_fails_is_a_lost_peer() -> None:
+def test_a_failed_collective_is_a_lost_peer() -> None:
     with pytest.raises(PeerLostError, match="Connection closed by peer"):
         make_world(Interrupt()).wait(Work(error="Connection closed by peer"))
     with pytest.raises(PeerLostError, match="Connection closed by peer"):
         make_world().wait(Work(error="Connection closed by peer"))
 
 
-def test_a_collective_that_never_ends_is_waited_for_until_shortly_after_the_group_is_given_up() -> (
-    None
-):
+def test_a_collective_that_never_ends_is_waited_for_until_shortly_after_the_abort() -> None:
     interrupt, work = Interrupt(), Work(is_done=False)
     timer = threading.Timer(0.05, interrupt.set)
     timer.start()
@@ -69,7 +67,7 @@ def test_a_collective_that_never_ends_is_waited_for_until_shortly_after_the_grou
     )
 
 
-def test_a_collective_that_ended_well_counts_although_the_group_is_given_up() -> None:
+def test_a_successful_collective_counts_although_the_group_is_aborted() -> None:
     """Ranks that have the whole sum finish the step, since others may have done so too."""
     interrupt, work = Interrupt(), Work()
     interrupt.set()
@@ -79,7 +77,7 @@ def test_a_collective_that_ended_well_counts_although_the_group_is_given_up() ->
     assert work.num_waits == 1 and world.unfinished == []
 
 
-def test_a_given_up_group_begins_no_more_work() -> None:
+def test_an_aborted_group_starts_no_more_work() -> None:
     interrupt = Interrupt()
     world = make_world(interrupt)
     world.raise_if_given_up()
@@ -89,7 +87,7 @@ def test_a_given_up_group_begins_no_more_work() -> None:
         world.raise_if_given_up()
 
 
-def test_an_interrupt_keeps_its_first_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_keeps_its_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
     monkeypatch.setattr(world_module.time, "monotonic", lambda: now[0])
     interrupt = Interrupt()
@@ -112,7 +110,7 @@ def test_a_start_that_fails_is_a_lost_peer_and_leaves_nothing_unfinished() -> No
     assert world.unfinished == []
 
 
-def test_tensors_of_a_collective_are_kept_until_it_is_waited_for() -> None:
+def test_tensors_of_a_collective_are_kept_until_it_has_been_waited_for() -> None:
     world, work, values = make_world(Interrupt()), Work(), torch.zeros(3)
     assert world._start(lambda: cast(dist.Work, work), values) is work
     assert world.unfinished == [(work, (values,))]
@@ -120,7 +118,7 @@ def test_tensors_of_a_collective_are_kept_until_it_is_waited_for() -> None:
     assert world.unfinished == []
 
 
-def test_an_exchange_in_a_thread_tells_its_error() -> None:
+def test_an_exchange_in_a_thread_reports_its_error() -> None:
     def fail() -> None:
         raise RuntimeError("Connection closed by peer")
 
@@ -132,7 +130,7 @@ def test_an_exchange_in_a_thread_tells_its_error() -> None:
     assert fine.is_completed()
 
 
-def test_an_exchange_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exchange_that_hangs_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     end, interrupt = threading.Event(), Interrupt()
     monkeypatch.setattr(dist, "send", lambda *args, **kwargs: end.wait(30))
     world = make_world(interrupt)
@@ -145,7 +143,7 @@ def test_an_exchange_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("is_done", [True, False])
-def test_what_never_ends_is_buried_with_its_tensors(
+def test_work_that_never_ends_is_kept_alive_with_its_tensors(
     monkeypatch: pytest.MonkeyPatch, is_done: bool
 ) -> None:
     leaked: list[object] = []
@@ -159,7 +157,7 @@ def test_what_never_ends_is_buried_with_its_tensors(
         assert entries[0][1][0] is values  # type: ignore[has-type]
 
 
-def test_burying_grants_its_patience_once_for_all_works(
+def test_the_patience_for_abandoned_work_applies_once_to_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(process_groups, "_leaked", [])
@@ -176,11 +174,11 @@ def test_burying_grants_its_patience_once_for_all_works(
     assert 0.1 <= now[0] < 0.2, "100 patiences would be 10 s"
 
 
-def test_abandoning_nothing_is_no_error() -> None:
+def test_abandoning_nothing_is_not_an_error() -> None:
     assert not abandon_world(None, GlooTransport())
 
 
-def test_a_membership_moves_and_passes_the_wish_on() -> None:
+def test_a_membership_moves_and_passes_the_request_on() -> None:
     wish = threading.Event()
     first, second = make_world(), make_world(size=3)
     membership = Membership(first, is_changing=wish.is_set)

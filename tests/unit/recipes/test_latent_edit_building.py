@@ -22,7 +22,7 @@ from evergrad_trainer.recipes.latent_edit.windows import Window
 pytestmark = pytest.mark.capability("G-56")
 
 
-def test_windows_keep_off_the_ends_of_a_chromosome_and_follow_in_strides() -> None:
+def test_windows_avoid_the_ends_of_a_chromosome_and_follow_in_strides() -> None:
     text = bases(20_000)
     rows = list(sample_windows(text, chromosome="chr3", length=512, source="toy"))
     assert [row["start_bp"] for row in rows] == [256, 256 + 8192, 256 + 2 * 8192]
@@ -38,14 +38,14 @@ def test_windows_keep_off_the_ends_of_a_chromosome_and_follow_in_strides() -> No
         list(sample_windows(text, chromosome="c", length=0, source="t"))
 
 
-def test_windows_of_which_more_than_a_tenth_is_unknown_are_passed_over() -> None:
+def test_windows_with_more_than_a_tenth_of_unknown_bases_are_skipped() -> None:
     text = "A" * 19 + "n" * 2 + "C" * 19 + "N" * 3 + "G" * 17
     rows = sample_windows(text, chromosome="c", length=20, source="t", margin=0, stride=20)
     # One unknown base of twenty, one again, and three.
     assert [row["start_bp"] for row in rows] == [0, 20]
 
 
-def test_a_subset_depends_on_no_other_name_and_is_a_part_of_a_larger_one() -> None:
+def test_a_subset_depends_on_no_other_name_and_is_part_of_a_larger_one() -> None:
     names = [f"w-{number}" for number in range(4000)]
     small, large = (
         {name for name in names if is_kept(name, fraction=share)}
@@ -61,7 +61,7 @@ def test_a_subset_depends_on_no_other_name_and_is_a_part_of_a_larger_one() -> No
     )
 
 
-def test_a_mixture_has_the_fractions_of_its_sources_to_the_row() -> None:
+def test_a_mixture_has_the_exact_fractions_of_its_sources() -> None:
     sources = {
         name: [{"record_id": f"{name}-{number}"} for number in range(10)] for name in "abc"
     }
@@ -85,7 +85,7 @@ def window(start: int, *, chromosome: str | None = "chr1", seed: int = 0) -> Win
     )
 
 
-def test_windows_that_are_trained_on_too_are_counted() -> None:
+def test_windows_that_are_also_trained_on_are_counted() -> None:
     train = [window(0, seed=1), window(100, seed=2), window(50, seed=3)]
     assert (
         find_leaks(train, [window(10, seed=4), window(40, seed=5), window(110, seed=6)])
@@ -107,7 +107,7 @@ def test_windows_that_are_trained_on_too_are_counted() -> None:
     )
 
 
-def test_a_manifest_that_was_written_is_one_that_a_run_takes(tmp_path: Path) -> None:
+def test_a_written_manifest_is_accepted_by_a_run(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path / "corpus")
     (folder / "dataset_manifest.json").unlink()
     splits = {f"{kind}/test.jsonl": "test" for kind in ("placed", "gnomad", "clinvar")}
@@ -122,7 +122,7 @@ def test_a_manifest_that_was_written_is_one_that_a_run_takes(tmp_path: Path) -> 
     assert raw["snapshot_id"] == "toy-2", "what is refused replaces nothing"
 
 
-def test_memberships_name_windows_by_their_hash_and_hold_no_sequence() -> None:
+def test_memberships_identify_windows_by_hash_and_contain_no_sequence() -> None:
     splits = {"train": [window(0, seed=1)], "test": [window(100, seed=2)]}
     rows = list(list_memberships(splits))
     assert rows == [

@@ -35,7 +35,7 @@ def first_file(**values: Any) -> Change:
 
 
 @pytest.mark.capability("G-3", "G-16", "G-17", "G-34", "G-X8")
-def test_a_corpus_is_known_by_its_snapshot_and_the_content_of_its_files(
+def test_a_corpus_is_identified_by_its_snapshot_and_the_content_of_its_files(
     tmp_path: Path,
 ) -> None:
     corpus = read_corpus(write_corpus(tmp_path), windows=None)
@@ -79,7 +79,7 @@ def test_a_corpus_is_known_by_its_snapshot_and_the_content_of_its_files(
         (lambda raw: raw["files"].append(raw["files"][0]), "is listed twice"),
     ],
 )
-def test_what_is_wrong_with_a_manifest_is_named(
+def test_problems_of_a_manifest_are_reported(
     tmp_path: Path, change: Change, said: str
 ) -> None:
     write_corpus(tmp_path)
@@ -91,7 +91,7 @@ def test_what_is_wrong_with_a_manifest_is_named(
     assert all(problem.path and problem.remedy for problem in caught.value.problems)
 
 
-def test_all_problems_of_a_manifest_are_named_at_once(tmp_path: Path) -> None:
+def test_all_problems_of_a_manifest_are_reported_together(tmp_path: Path) -> None:
     def change(raw: dict[str, Any]) -> None:
         raw["snapshot_id"] = ""
         raw["files"][0]["sha256"] = "0" * 64
@@ -105,7 +105,7 @@ def test_all_problems_of_a_manifest_are_named_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.capability("G-X15")
 @pytest.mark.acceptance("input-G-16")
-def test_a_manifest_that_is_missing_or_no_json_is_named(tmp_path: Path) -> None:
+def test_a_manifest_that_is_missing_or_not_json_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         read_corpus(tmp_path, windows=None)
     (tmp_path / "dataset_manifest.json").write_text("{", "utf-8")
@@ -125,7 +125,7 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
         read_corpus(folder, windows=None)
 
 
-def test_a_file_that_is_not_listed_is_not_passed_over(tmp_path: Path) -> None:
+def test_an_unlisted_file_is_refused(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     (tmp_path / "gnomad/more.jsonl").write_text("{}", "utf-8")
     (tmp_path / "README.md").write_text("of nobody's concern", "utf-8")
@@ -137,7 +137,7 @@ def test_a_file_that_is_not_listed_is_not_passed_over(tmp_path: Path) -> None:
 
 @pytest.mark.acceptance("input-1e-14")
 @pytest.mark.capability("G-36")
-def test_which_windows_are_read_is_said_where_there_are_two_kinds(tmp_path: Path) -> None:
+def test_the_kind_of_windows_is_required_if_there_are_two_kinds(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     rows = [{"record_id": "free-1", "sequence": bases(LENGTH)}]
     write_lines(tmp_path / "carbon/train.jsonl", rows)
@@ -156,7 +156,7 @@ def test_which_windows_are_read_is_said_where_there_are_two_kinds(tmp_path: Path
 
 
 @pytest.mark.capability("G-18", "G-35", "G-39")
-def test_windows_are_read_with_their_place_and_in_upper_case(tmp_path: Path) -> None:
+def test_windows_are_read_with_their_position_and_in_upper_case(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path, train=3, test=2)
     path = folder / "placed/train.jsonl"
     path.write_text("\n" + path.read_text("utf-8").lower(), "utf-8")
@@ -183,7 +183,7 @@ def test_windows_are_read_with_their_place_and_in_upper_case(tmp_path: Path) -> 
         ('{"chrom": "c", "sequence": "ACGT", "start_bp": -1}', "start_bp is no count"),
     ],
 )
-def test_a_wrong_window_is_named_by_file_and_line(
+def test_an_invalid_window_is_reported_with_file_and_line(
     tmp_path: Path, line: str, said: str
 ) -> None:
     folder = write_corpus(tmp_path)
@@ -227,7 +227,7 @@ def test_counts_that_differ_from_the_manifest_are_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.capability("G-50", "G-X21")
-def test_what_is_held_out_is_a_set_of_its_own_and_never_trained_on(tmp_path: Path) -> None:
+def test_held_out_windows_are_a_separate_set_and_never_trained_on(tmp_path: Path) -> None:
     corpus = read_corpus(write_corpus(tmp_path), windows=None)
 
     def split(**settings: Any) -> dict[str, int]:
@@ -252,7 +252,7 @@ def test_what_is_held_out_is_a_set_of_its_own_and_never_trained_on(tmp_path: Pat
 
 
 @pytest.mark.capability("G-50")
-def test_the_hash_of_a_hold_out_is_of_its_meaning() -> None:
+def test_the_hash_of_a_hold_out_depends_on_its_meaning() -> None:
     one = policy(chromosomes=["chr2", "chr1"], records=["a"])
     other = policy(chromosomes=["chr1", "chr2", "chr1"], records=["a"])
     assert one.hash == other.hash != policy().hash
@@ -261,7 +261,7 @@ def test_the_hash_of_a_hold_out_is_of_its_meaning() -> None:
 
 @pytest.mark.acceptance("number-G-54")
 @pytest.mark.capability("G-19", "G-37", "G-54")
-def test_common_variants_count_and_others_are_passed_over_and_counted(
+def test_common_variants_are_used_and_others_are_skipped_and_counted(
     tmp_path: Path,
 ) -> None:
     folder = write_corpus(tmp_path)
@@ -283,7 +283,7 @@ def test_common_variants_count_and_others_are_passed_over_and_counted(
 
 
 @pytest.mark.capability("G-20", "G-37", "G-55")
-def test_tables_may_be_parquet_files_and_clinical_ones_have_their_words(
+def test_tables_may_be_parquet_files_and_clinical_tables_have_their_significance_terms(
     tmp_path: Path,
 ) -> None:
     pyarrow = pytest.importorskip("pyarrow")
@@ -325,7 +325,7 @@ def test_tables_may_be_parquet_files_and_clinical_ones_have_their_words(
         ({"clinical_significance": None}, "clinical_significance is 'None'"),
     ],
 )
-def test_a_wrong_row_of_edits_is_named_by_file_and_line(
+def test_an_invalid_row_of_edits_is_reported_with_file_and_line(
     tmp_path: Path, row: dict[str, Any], said: str
 ) -> None:
     folder = write_corpus(tmp_path)

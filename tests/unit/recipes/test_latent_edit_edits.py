@@ -59,7 +59,7 @@ def test_the_type_of_an_edit_follows_from_its_lengths(
         (Edit("chr1", 1, "A", "A" * 17), "an allele is longer than 16 bases"),
     ],
 )
-def test_what_is_no_edit_is_refused(row: Edit, reason: str) -> None:
+def test_an_invalid_edit_is_refused(row: Edit, reason: str) -> None:
     with pytest.raises(EditError, match=reason):
         row.check()
 
@@ -99,7 +99,7 @@ def test_an_edited_window_keeps_its_length(
 
 @pytest.mark.acceptance("8d-11g:latent_edit", "input-G-41")
 @pytest.mark.capability("G-42")
-def test_edits_that_do_not_fit_are_refused() -> None:
+def test_edits_that_do_not_match_the_window_are_refused() -> None:
     with pytest.raises(EditError, match="is not what stands there"):
         apply_edits(b"ACGT", [edit(0, "C", "G")])
     with pytest.raises(EditError, match="overlap"):
@@ -110,7 +110,7 @@ def test_edits_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.acceptance("number-G-45")
 @pytest.mark.capability("G-45")
-def test_lengths_of_insertions_fall_by_halves_and_end_at_fifteen() -> None:
+def test_insertion_lengths_halve_in_frequency_and_end_at_fifteen() -> None:
     draws = Draws(5)
     counts = Counter(draws.indel_length() for _ in range(65_536))
     assert set(counts) <= set(range(1, 16))
@@ -166,7 +166,7 @@ def items(
 
 @pytest.mark.acceptance("8d-11e:latent_edit", "number-G-47")
 @pytest.mark.capability("G-24", "G-47")
-def test_each_window_has_three_three_one_and_one_in_this_order() -> None:
+def test_each_window_has_three_three_one_and_one_edits_in_this_order() -> None:
     own = items()
     families = [own.item(index).family for index in range(len(own))]
     expected = ["population"] * 3 + ["syntheticSnv"] * 3 + ["syntheticIndel", "clinical"]
@@ -177,7 +177,7 @@ def test_each_window_has_three_three_one_and_one_in_this_order() -> None:
 
 
 @pytest.mark.capability("G-43")
-def test_rows_of_one_draw_differ_and_lie_inside_their_window() -> None:
+def test_rows_of_one_draw_differ_and_are_inside_their_window() -> None:
     own = items(draws=4)
     for number, draw in itertools.product(range(3), range(4)):
         first = (number * 4 + draw) * own.per_draw
@@ -192,7 +192,7 @@ def test_rows_of_one_draw_differ_and_lie_inside_their_window() -> None:
 
 
 @pytest.mark.capability("G-25", "G-50")
-def test_an_item_is_a_function_of_its_index_the_seed_and_its_windows_content() -> None:
+def test_an_item_depends_only_on_index_seed_and_window_content() -> None:
     own = items(draws=3)
     known = [own.item(index) for index in range(len(own))]
     # In any order, and by another process that has made no item before.
@@ -210,7 +210,7 @@ def test_an_item_is_a_function_of_its_index_the_seed_and_its_windows_content() -
 
 @pytest.mark.acceptance("number-G-44")
 @pytest.mark.capability("G-44", "G-45", "G-46")
-def test_synthetic_edits_keep_off_the_margins_and_off_unknown_bases() -> None:
+def test_synthetic_edits_avoid_the_margins_and_unknown_bases() -> None:
     own = windows(1)
     middle = own[0].sequence[:20] + b"N" * 6 + own[0].sequence[26:]
     own = [Window("w", middle, "w:1")]
@@ -234,7 +234,7 @@ def test_synthetic_edits_keep_off_the_margins_and_off_unknown_bases() -> None:
 
 
 @pytest.mark.capability("G-50")
-def test_an_edit_that_is_held_out_is_not_drawn_either() -> None:
+def test_a_held_out_edit_is_not_drawn_either() -> None:
     mixture = [{"family": "syntheticSnv", "count": 60}]
     own = windows(1)
     free = items(own, mixture=mixture)
@@ -254,7 +254,7 @@ def test_an_edit_that_is_held_out_is_not_drawn_either() -> None:
 
 @pytest.mark.acceptance("8d-11f:latent_edit")
 @pytest.mark.capability("G-48")
-def test_a_fallback_takes_the_place_of_rows_that_are_missing_and_says_so() -> None:
+def test_a_fallback_replaces_missing_rows_and_is_reported() -> None:
     own = items(clinical=0)
     last = own.item(7)
     assert (last.asked, last.family) == ("clinical", "syntheticSnv")
@@ -265,7 +265,7 @@ def test_a_fallback_takes_the_place_of_rows_that_are_missing_and_says_so() -> No
 
 @pytest.mark.acceptance("8d-11f:latent_edit", "input-G-49", "input-1e-13")
 @pytest.mark.capability("G-49")
-def test_nothing_takes_the_place_of_rows_without_being_asked_to() -> None:
+def test_missing_rows_without_a_fallback_are_refused() -> None:
     with pytest.raises(DataError) as caught:
         items(population=2).item(2)
     said = str(caught.value)
@@ -279,7 +279,7 @@ def test_nothing_takes_the_place_of_rows_without_being_asked_to() -> None:
 
 
 @pytest.mark.capability("G-X41")
-def test_types_of_edits_are_as_frequent_as_their_families_are_asked_for() -> None:
+def test_edit_types_have_the_frequencies_configured_for_their_families() -> None:
     shares = {"syntheticSnv": 4, "syntheticIndel": 4, "syntheticMnv": 1}
     made = items(
         mixture=[{"family": name, "count": count} for name, count in shares.items()]

@@ -23,7 +23,7 @@ ALL = torch.ones(2, 1, dtype=torch.bool)
 
 @pytest.mark.acceptance("8d-11a:latent_edit", "number-G-79")
 @pytest.mark.capability("G-79")
-def test_the_loss_is_alpha_of_the_angle_and_beta_of_the_distance() -> None:
+def test_the_loss_is_alpha_times_the_angle_plus_beta_times_the_distance() -> None:
     losses = prediction_losses(PREDICTED, TARGET, ALL, alpha=1.0, beta=0.1)
     # The second: a cosine of 1/√2, and a squared distance of 1 over two dimensions.
     assert losses.flatten().tolist() == pytest.approx([0.0, 1 - 1 / math.sqrt(2) + 0.05])
@@ -33,7 +33,7 @@ def test_the_loss_is_alpha_of_the_angle_and_beta_of_the_distance() -> None:
 
 @pytest.mark.acceptance("number-G-79")
 @pytest.mark.capability("G-79")
-def test_what_the_mask_leaves_out_adds_nothing() -> None:
+def test_masked_positions_add_nothing_to_the_loss() -> None:
     mask = torch.tensor([[True], [False]])
     losses = prediction_losses(PREDICTED, TARGET, mask, alpha=1.0, beta=0.1)
     assert losses.sum().item() == 0.0
@@ -52,7 +52,7 @@ def test_the_published_case_of_a_collapse_monitor_is_reproduced() -> None:
 
 
 @pytest.mark.capability("G-84")
-def test_places_without_an_edit_change_none_of_the_numbers() -> None:
+def test_positions_without_an_edit_change_none_of_the_numbers() -> None:
     wide = [torch.cat([one, torch.full((2, 2, 2), 7.0)], 1) for one in (PREDICTED, TARGET)]
     mask = torch.tensor([[True, False, False]] * 2)
     one, other = measure_spread(PREDICTED, TARGET, ALL), measure_spread(*wide, mask)
@@ -61,7 +61,7 @@ def test_places_without_an_edit_change_none_of_the_numbers() -> None:
 
 
 @pytest.mark.capability("G-84")
-def test_distances_of_many_edits_need_no_memory_for_all_their_differences() -> None:
+def test_pairwise_distances_of_many_edits_do_not_store_all_differences() -> None:
     states = torch.randn(1024, 1, 512)
     mask = torch.ones(1024, 1, dtype=torch.bool)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -88,7 +88,7 @@ def test_distances_of_many_edits_need_no_memory_for_all_their_differences() -> N
     ],
 )
 @pytest.mark.capability("G-80")
-def test_the_regulariser_is_that_of_two_gaussians(
+def test_the_regulariser_matches_that_of_two_gaussians(
     states: list[list[float]], expected: float
 ) -> None:
     values = torch.tensor(states)
@@ -113,7 +113,7 @@ def watches() -> list[Watch]:
 @pytest.mark.acceptance("8d-11c:latent_edit", "number-G-85", "number-G-86")
 @pytest.mark.capability("G-83", "G-85")
 @pytest.mark.parametrize("batches", [500, pytest.param(10_000, marks=pytest.mark.long)])
-def test_healthy_batches_raise_no_alert_and_a_collapsed_one_all_it_should(
+def test_healthy_batches_raise_no_alert_and_a_collapsed_batch_raises_all_alerts(
     batches: int,
 ) -> None:
     torch.manual_seed(3)

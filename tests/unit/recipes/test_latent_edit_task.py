@@ -87,7 +87,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 @pytest.mark.capability("G-27", "G-73", "G-74", "G-78")
-def test_states_that_are_kept_are_those_that_are_made_in_each_step(corpus: Path) -> None:
+def test_cached_states_equal_the_states_computed_in_each_step(corpus: Path) -> None:
     kept, live = (
         Opened(corpus, mixture=MIXTURE, features=one) for one in ("cached", "live")
     )
@@ -109,7 +109,7 @@ def test_states_that_are_kept_are_those_that_are_made_in_each_step(corpus: Path)
 
 
 @pytest.mark.capability("G-74", "G-X35")
-def test_a_second_start_computes_nothing_and_a_third_split_only_what_is_new(
+def test_a_second_start_computes_nothing_and_another_split_only_new_states(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = Opened(corpus)
@@ -122,7 +122,7 @@ def test_a_second_start_computes_nothing_and_a_third_split_only_what_is_new(
 
 
 @pytest.mark.parametrize("has_locks", [True, False])
-def test_what_killed_preparations_have_left_is_removed_by_the_next_one(
+def test_leftovers_of_killed_preparations_are_removed_by_the_next_one(
     corpus: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
 ) -> None:
     first = Opened(corpus)
@@ -147,7 +147,7 @@ def test_what_killed_preparations_have_left_is_removed_by_the_next_one(
 
 
 @pytest.mark.capability("G-74", "G-X2", "G-X35")
-def test_the_cache_is_keyed_by_what_makes_a_state_and_by_nothing_else(corpus: Path) -> None:
+def test_the_cache_key_contains_exactly_what_determines_a_state(corpus: Path) -> None:
     def identity(**changes: Any) -> str:
         raw = training({"encoder": {"radius": 3, **changes.pop("encoder", {})}}, **changes)
         settings = Training.model_validate(raw)
@@ -178,7 +178,7 @@ def test_the_cache_is_keyed_by_what_makes_a_state_and_by_nothing_else(corpus: Pa
 
 
 @pytest.mark.parametrize("later", [{"a_key_of_later": None}, {"hidden_act": "gelu"}])
-def test_a_key_of_another_transformers_is_no_other_encoder_for_a_run_that_has_begun(
+def test_another_transformers_version_does_not_change_the_encoder_of_a_run_that_has_started(
     corpus: Path, monkeypatch: pytest.MonkeyPatch, later: dict[str, Any]
 ) -> None:
     settings = Training.model_validate(training())
@@ -219,7 +219,7 @@ def test_a_key_of_another_transformers_is_no_other_encoder_for_a_run_that_has_be
         ("99.1", {"pretraining_tp": 7}, False),
     ],
 )
-def test_a_run_keeps_its_states_only_while_each_start_has_the_encoder_of_the_one_before(
+def test_a_run_keeps_its_states_only_while_each_start_has_the_previous_encoder(
     corpus: Path,
     monkeypatch: pytest.MonkeyPatch,
     version: str,
@@ -269,7 +269,7 @@ def test_the_weights_of_a_directory_are_part_of_the_encoder_and_may_be_pinned(
 
 @pytest.mark.acceptance("number-G-73")
 @pytest.mark.capability("G-73")
-def test_tokens_are_pooled_around_the_edit_and_never_outside_of_the_sequence(
+def test_tokens_are_pooled_around_the_edit_and_inside_the_sequence(
     corpus: Path,
 ) -> None:
     raw = training(
@@ -289,7 +289,7 @@ def test_tokens_are_pooled_around_the_edit_and_never_outside_of_the_sequence(
 
 @pytest.mark.acceptance("input-G-28")
 @pytest.mark.capability("G-28")
-def test_another_width_than_the_encoders_is_refused(corpus: Path) -> None:
+def test_a_width_that_differs_from_the_encoder_is_refused(corpus: Path) -> None:
     with pytest.raises(
         DataError, match=r"stateWidth: 512 is not the width of a state; .* have 16"
     ):
@@ -298,7 +298,7 @@ def test_another_width_than_the_encoders_is_refused(corpus: Path) -> None:
 
 @pytest.mark.acceptance("8d-11h:latent_edit")
 @pytest.mark.capability("G-27", "G-82")
-def test_no_gradient_reaches_the_encoder_and_its_weights_stay(corpus: Path) -> None:
+def test_the_encoder_gets_no_gradient_and_its_weights_stay_unchanged(corpus: Path) -> None:
     opened = Opened(corpus, features="live")
     modules = opened.build()
     before = {
@@ -316,7 +316,7 @@ def test_no_gradient_reaches_the_encoder_and_its_weights_stay(corpus: Path) -> N
 
 @pytest.mark.acceptance("number-G-77")
 @pytest.mark.capability("G-30", "G-77")
-def test_the_predictor_begins_at_the_prediction_that_nothing_changes(corpus: Path) -> None:
+def test_the_initial_prediction_is_that_nothing_changes(corpus: Path) -> None:
     opened = Opened(corpus)
     modules = opened.build()
     loss = opened.task.loss(modules, opened.batch(*range(8)), opened.stage)
@@ -331,7 +331,7 @@ def test_the_predictor_begins_at_the_prediction_that_nothing_changes(corpus: Pat
 
 
 @pytest.mark.capability("G-X4", "G-X5")
-def test_predictor_and_encoder_of_edits_have_the_sizes_of_the_file(corpus: Path) -> None:
+def test_predictor_and_edit_encoder_have_the_sizes_of_the_manifest(corpus: Path) -> None:
     sizes = {"layers": 3, "heads": 2, "width": 8, "actionWidth": 6, "alleleWidth": 12}
     root = Opened(corpus, predictor=sizes).build().root()
     (predictor,) = (one for one in root.modules() if isinstance(one, Predictor))
@@ -345,7 +345,7 @@ def test_predictor_and_encoder_of_edits_have_the_sizes_of_the_file(corpus: Path)
 
 
 @pytest.mark.capability("G-77")
-def test_a_prediction_depends_on_its_own_edit_and_those_before_it_alone() -> None:
+def test_a_prediction_depends_only_on_its_own_and_earlier_edits() -> None:
     torch.manual_seed(0)
     predictor = Predictor(state_width=8, action_width=4, width=8, layers=2, heads=2)
     torch.nn.init.normal_(predictor.out.weight)
@@ -362,7 +362,9 @@ def test_a_prediction_depends_on_its_own_edit_and_those_before_it_alone() -> Non
 
 
 @pytest.mark.capability("G-76", "G-X5")
-def test_edits_are_read_by_place_type_and_bases_and_padding_is_one_learned_vector() -> None:
+def test_edits_are_encoded_by_position_type_and_bases_and_padding_is_one_learned_vector() -> (
+    None
+):
     found = mers_of(digits_of(np.array([[b"A"], [b"ACGTAC"], [b"T" * 16]], dtype="S16")))
     assert found[0, 0].tolist() == [sum(4 * 5**power for power in range(5)), NO_MER, NO_MER]
     first = ((((0 * 5 + 1) * 5 + 2) * 5 + 3) * 5 + 0) * 5 + 1
@@ -384,7 +386,9 @@ def test_edits_are_read_by_place_type_and_bases_and_padding_is_one_learned_vecto
 
 
 @pytest.mark.capability("G-84", "G-X10", "G-X38")
-def test_an_evaluation_sums_up_to_the_numbers_of_the_whole_set(corpus: Path) -> None:
+def test_the_parts_of_an_evaluation_sum_to_the_numbers_of_the_whole_set(
+    corpus: Path,
+) -> None:
     opened = Opened(corpus, mixture=MIXTURE)
     modules = opened.build()
     with torch.no_grad():
@@ -419,7 +423,7 @@ def test_an_evaluation_sums_up_to_the_numbers_of_the_whole_set(corpus: Path) -> 
 
 
 @pytest.mark.capability("G-15", "G-97", "G-95")
-def test_what_is_recorded_names_the_corpus_and_no_path_of_this_machine(
+def test_the_record_names_the_corpus_and_no_local_path(
     corpus: Path,
 ) -> None:
     opened = Opened(corpus, holdOut={"records": ["w-chr1-1"]})
@@ -432,7 +436,7 @@ def test_what_is_recorded_names_the_corpus_and_no_path_of_this_machine(
     assert opened.source.describe(0).startswith("placed/train.jsonl:1, population ")
 
 
-def test_another_content_of_the_corpus_is_another_source(corpus: Path) -> None:
+def test_changed_content_of_the_corpus_is_another_source(corpus: Path) -> None:
     before = Opened(corpus).source.fingerprint
     rows = [
         json.loads(line)
@@ -446,7 +450,7 @@ def test_another_content_of_the_corpus_is_another_source(corpus: Path) -> None:
     assert Opened(corpus).source.fingerprint != before
 
 
-def test_damage_of_what_was_prepared_is_named(corpus: Path) -> None:
+def test_damaged_prepared_data_is_reported(corpus: Path) -> None:
     opened = Opened(corpus)
     folder = corpus / "prepared" / opened.facts["folder"]
     (folder / "states.npy").write_bytes(b"short")
@@ -457,7 +461,7 @@ def test_damage_of_what_was_prepared_is_named(corpus: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["states.npy", "mean.npy", "items-*.npz", "facts.json"])
-def test_a_changed_bit_of_what_was_prepared_is_found_at_the_next_start(
+def test_a_changed_bit_in_prepared_data_is_detected_at_the_next_start(
     corpus: Path, name: str
 ) -> None:
     """By content: nodes are compared by what the folder says of itself, and train what it holds."""
@@ -478,7 +482,7 @@ def test_a_changed_bit_of_what_was_prepared_is_found_at_the_next_start(
 
 @pytest.mark.capability("G-74")
 @pytest.mark.parametrize("damage", ["short", "empty", "bit"])
-def test_a_damaged_file_of_the_cache_is_refused_and_made_again_once_it_is_deleted(
+def test_a_damaged_cache_file_is_refused_and_recreated_after_its_deletion(
     corpus: Path, damage: str
 ) -> None:
     first = Opened(corpus)
@@ -500,7 +504,7 @@ def test_a_damaged_file_of_the_cache_is_refused_and_made_again_once_it_is_delete
 
 
 @pytest.mark.capability("G-74")
-def test_states_of_another_encoder_are_refused_wherever_they_were_copied_to(
+def test_states_of_another_encoder_are_refused_wherever_they_were_copied(
     corpus: Path,
 ) -> None:
     first = Opened(corpus)
@@ -516,7 +520,7 @@ def test_states_of_another_encoder_are_refused_wherever_they_were_copied_to(
 
 
 @pytest.mark.capability("G-74")
-def test_a_kill_while_states_are_computed_costs_the_newest_of_them_alone(
+def test_a_kill_while_states_are_computed_loses_only_the_newest_states(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = Opened(corpus)
@@ -543,7 +547,7 @@ def test_a_kill_while_states_are_computed_costs_the_newest_of_them_alone(
     assert calls == 21 + len(states) - 16
 
 
-def test_nodes_with_other_weights_of_the_encoder_are_no_peers_either_way(
+def test_nodes_with_other_encoder_weights_are_not_peers_with_cached_or_live_states(
     corpus: Path,
 ) -> None:
     """What nodes are compared by depends on the states, or on what makes them in each step."""
@@ -558,7 +562,7 @@ def test_nodes_with_other_weights_of_the_encoder_are_no_peers_either_way(
 
 
 @pytest.mark.capability("G-X20")
-def test_what_is_in_two_sets_is_said_at_every_start(
+def test_windows_in_two_sets_are_reported_at_every_start(
     corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
@@ -577,7 +581,7 @@ def test_what_is_in_two_sets_is_said_at_every_start(
         )
 
 
-def test_windows_of_other_numbers_of_tokens_are_refused_where_states_are_made_anew(
+def test_another_number_of_tokens_is_refused_if_states_are_recomputed(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenize = Encoder.tokenize

@@ -70,7 +70,7 @@ def one_pair(*values: float) -> tuple[LogProbs, LogProbs]:
         ({"loss": "hinge"}, 0.7),
     ],
 )
-def test_the_loss_of_a_pair_is_the_one_that_is_computed_by_hand(
+def test_the_loss_of_a_pair_matches_the_manual_calculation(
     values: dict[str, Any], expected: float
 ) -> None:
     # Log-ratios 1 and -0.5, their difference 1.5.
@@ -79,7 +79,7 @@ def test_the_loss_of_a_pair_is_the_one_that_is_computed_by_hand(
     assert found.tolist() == pytest.approx([expected], rel=1e-6)
 
 
-def test_a_hinge_is_nothing_behind_its_margin_and_a_squared_distance_grows_on_both_sides() -> (
+def test_a_hinge_loss_is_zero_beyond_its_margin_and_a_squared_loss_grows_on_both_sides() -> (
     None
 ):
     far = one_pair(-1.0, -21.0, -2.0, -2.0)
@@ -87,7 +87,7 @@ def test_a_hinge_is_nothing_behind_its_margin_and_a_squared_distance_grows_on_bo
     assert pair_losses(*far, settings(beta=0.2, loss="ipo")).item() == 17.5**2
 
 
-def test_rewards_are_log_ratios_by_beta() -> None:
+def test_rewards_are_log_ratios_times_beta() -> None:
     found = pair_metrics(*one_pair(-1.0, -3.0, -2.0, -2.5), settings(beta=0.2))
     assert {name: round(float(value), 6) for name, value in found.items()} == {
         "accuracy": 1.0,
@@ -169,7 +169,7 @@ def numbers(loss: Loss) -> list[float]:
     return [float(one.detach()) for one in (loss.total, *loss.parts.values())]
 
 
-def test_the_sums_do_not_depend_on_the_cut_into_batches_nor_on_the_length_of_a_sample(
+def test_the_sums_are_independent_of_batch_split_and_sample_length(
     tmp_path: Path,
 ) -> None:
     modules = small_models()
@@ -189,7 +189,7 @@ def test_the_sums_do_not_depend_on_the_cut_into_batches_nor_on_the_length_of_a_s
     assert numbers(found) == pytest.approx(together, rel=1e-5)
 
 
-def test_what_fills_up_a_batch_of_an_evaluation_adds_nothing(tmp_path: Path) -> None:
+def test_padding_of_an_evaluation_batch_adds_nothing(tmp_path: Path) -> None:
     modules = small_models()
     task, source, stage = open_task(tmp_path, training())
     batch = EvaluationSet("pairs", [source], micro_batch_size=8).batch(0)
@@ -201,7 +201,7 @@ def test_what_fills_up_a_batch_of_an_evaluation_adds_nothing(tmp_path: Path) -> 
     )
 
 
-def test_only_the_model_has_gradients_and_they_are_those_of_the_loss(
+def test_only_the_policy_model_gets_gradients_and_they_match_the_loss(
     tmp_path: Path,
 ) -> None:
     """By differences: what a step along the gradient changes."""
@@ -230,7 +230,7 @@ def test_only_the_model_has_gradients_and_they_are_those_of_the_loss(
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 10, 100])
-def test_chunks_of_tokens_have_the_log_probabilities_and_gradients_of_the_whole(
+def test_chunked_log_probabilities_and_gradients_match_unchunked_ones(
     chunk: int,
 ) -> None:
     torch.manual_seed(0)
@@ -254,7 +254,9 @@ def test_chunks_of_tokens_have_the_log_probabilities_and_gradients_of_the_whole(
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_what_is_frozen_gets_no_gradient_of_chunks_and_changes_none(frozen: int) -> None:
+def test_frozen_parameters_get_no_gradient_from_chunks_and_change_no_other(
+    frozen: int,
+) -> None:
     torch.manual_seed(0)
     hidden, head = torch.randn(1, 6, 4), torch.randn(7, 4)
     labels = torch.randint(0, 7, (1, 6))
@@ -270,7 +272,7 @@ def test_what_is_frozen_gets_no_gradient_of_chunks_and_changes_none(frozen: int)
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
-def test_a_head_in_fp32_makes_log_probabilities_in_fp32_also_in_chunks(
+def test_a_head_in_fp32_gives_fp32_log_probabilities_in_chunks_too(
     chunk: int | None,
 ) -> None:
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
@@ -290,7 +292,7 @@ def test_a_head_in_fp32_makes_log_probabilities_in_fp32_also_in_chunks(
     assert not torch.equal(found[0], found[1])
 
 
-def test_chunks_have_the_bits_of_products_in_bf16_under_autocast_backward_too() -> None:
+def test_chunks_are_bit_equal_to_bf16_products_under_autocast_including_backward() -> None:
     torch.manual_seed(0)
     hidden, head = torch.randn(1, 6, 4), torch.randn(7, 4)
     labels = torch.randint(0, 7, (1, 6))
@@ -313,7 +315,7 @@ def test_chunks_have_the_bits_of_products_in_bf16_under_autocast_backward_too() 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [None, 5])
-def test_products_in_bf16_leave_no_reward_to_a_model_that_is_its_reference(
+def test_a_model_that_equals_its_reference_has_zero_reward_with_bf16_products(
     tmp_path: Path, chunk: int | None, dtype: torch.dtype
 ) -> None:
     """``dtype``: of the weights. Sums over tokens and the loss are fp32 in any case."""
@@ -336,7 +338,9 @@ def test_products_in_bf16_leave_no_reward_to_a_model_that_is_its_reference(
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
-def test_a_loss_in_chunks_is_that_of_the_whole(tmp_path: Path, chunk: int | None) -> None:
+def test_a_chunked_loss_equals_the_unchunked_loss(
+    tmp_path: Path, chunk: int | None
+) -> None:
     modules = small_models()
     task, source, stage = open_task(tmp_path, training())
     whole = task.loss(modules, source.read([0, 1]).tensors, stage)
@@ -345,7 +349,7 @@ def test_a_loss_in_chunks_is_that_of_the_whole(tmp_path: Path, chunk: int | None
     assert numbers(found) == pytest.approx(numbers(whole), rel=1e-5)
 
 
-def test_the_reference_is_of_the_step_that_the_run_begins_with(
+def test_the_reference_has_the_step_at_which_the_run_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not of the newest one in that directory, beside which there would be rewards from the first step on."""
@@ -365,7 +369,7 @@ def test_the_reference_is_of_the_step_that_the_run_begins_with(
     assert asked == [(tmp_path / "theirs", 3), (tmp_path / "theirs", None)]
 
 
-def test_a_pair_takes_two_rows_of_the_horizon_in_tokens_and_of_the_memory() -> None:
+def test_a_pair_counts_two_rows_of_the_token_horizon_and_of_the_memory() -> None:
     pairs = training(horizon={"tokens": 480})
     rows = training(recipe="sft")
     assert (pairs.sample_tokens, rows.sample_tokens) == (24, 12)

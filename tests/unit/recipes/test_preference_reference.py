@@ -81,18 +81,18 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     return Runs(tmp_path, monkeypatch)
 
 
-def test_a_fresh_run_reads_the_newest_and_has_to_begin_with_it(runs: Runs) -> None:
+def test_a_new_run_reads_the_newest_reference_and_must_start_with_it(runs: Runs) -> None:
     assert runs.build(path="theirs") == 6
     assert runs.build(path="theirs", step=4) == 4
 
 
-def test_a_run_that_has_begun_reads_what_it_began_with(runs: Runs) -> None:
+def test_a_run_that_has_started_reads_the_reference_of_its_start(runs: Runs) -> None:
     runs.write("ours", BEGUN, path="theirs")
     assert runs.build(path="theirs") == 4
     assert runs.read == [(runs.path / "theirs", 4)]
 
 
-def test_a_run_that_another_node_has_begun_since_this_one_opened_its_task_has_its_reference(
+def test_a_run_that_another_node_has_started_in_the_meantime_has_its_reference(
     runs: Runs,
 ) -> None:
     training = from_wire(runs.manifest(path="theirs")).training
@@ -101,7 +101,7 @@ def test_a_run_that_another_node_has_begun_since_this_one_opened_its_task_has_it
     assert cast(Preference, task).build(lambda: nn.Linear(1, 1)).begins_behind == 4
 
 
-def test_a_chain_leads_to_what_its_first_run_began_with(runs: Runs) -> None:
+def test_a_chain_of_runs_has_the_reference_of_its_first_run(runs: Runs) -> None:
     runs.write("first", BEGUN, path="theirs")
     went_on = BegunFrom("first", "step-8", 8, "other", "everything")
     runs.write("second", went_on, path="first", load="everything")
@@ -112,7 +112,7 @@ def test_a_chain_leads_to_what_its_first_run_began_with(runs: Runs) -> None:
     assert runs.read == [(runs.path / "theirs", 4)] * 3
 
 
-def test_a_chain_whose_record_counts_folders_behind_a_link_leads_to_where_its_run_began(
+def test_a_chain_recorded_relative_to_a_link_target_finds_the_start_of_its_run(
     runs: Runs,
 ) -> None:
     theirs = runs.path / "theirs"
@@ -125,7 +125,7 @@ def test_a_chain_whose_record_counts_folders_behind_a_link_leads_to_where_its_ru
     assert runs.read == [(theirs, 4)]
 
 
-def test_a_reference_that_is_gone_is_named_and_no_other_one_advised(runs: Runs) -> None:
+def test_a_missing_reference_is_reported_and_no_other_one_suggested(runs: Runs) -> None:
     runs.write("ours", BEGUN, path="theirs")
     runs.there = [6]
     with pytest.raises(CheckpointError) as error:
@@ -138,7 +138,7 @@ def test_a_reference_that_is_gone_is_named_and_no_other_one_advised(runs: Runs) 
     )
 
 
-def test_a_damaged_record_of_a_chain_is_named_and_not_the_file_of_the_user(
+def test_a_damaged_record_of_a_chain_is_reported_and_not_the_manifest_of_the_user(
     runs: Runs,
 ) -> None:
     directory = runs.write("first", BEGUN, path="theirs")

@@ -49,7 +49,7 @@ def pieces() -> list[list[int]]:
 @pytest.mark.acceptance("8d-13b:pretrain")
 @pytest.mark.capability("O-78")
 @pytest.mark.parametrize("packing", ["documents", "concatenate"])
-def test_the_loss_of_a_packed_window_is_that_of_its_documents_by_themselves(
+def test_the_loss_of_a_packed_window_equals_the_sum_over_its_documents(
     tmp_path: Path, packing: str
 ) -> None:
     text = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)

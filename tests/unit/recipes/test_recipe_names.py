@@ -15,12 +15,12 @@ SECTIONS = ("twoStageKl", "latentEdit")
 
 
 @pytest.mark.capability("A-1")
-def test_each_name_that_a_file_may_have_is_a_task_of_its_own() -> None:
+def test_each_recipe_name_of_a_manifest_has_its_own_task() -> None:
     assert tuple(RECIPES) == NAMES
     assert len(set(RECIPES.values())) == len(NAMES) == 5
 
 
-def test_no_name_of_a_recipe_stands_outside_of_the_recipes_folder() -> None:
+def test_no_recipe_name_is_used_outside_the_recipes_folder() -> None:
     """Neither in the loop, the step, the worker or the checkpoint, nor anywhere else in the trainer: not as an
     import, a text, a field of the file or a word of a comment."""
     name = re.compile(rf"\b({'|'.join((*NAMES, *SECTIONS))})\b")

@@ -75,7 +75,7 @@ def measure(
 
 
 @pytest.mark.parametrize("changed", [{"maxNewTokens": 9}, {"stop": [";"]}])
-def test_what_is_generated_in_another_way_has_another_fingerprint(
+def test_other_generation_settings_change_the_fingerprint(
     changed: dict[str, Any],
 ) -> None:
     """An evaluation that was cut, or a result of one, is not gone on with under other settings."""
@@ -91,7 +91,7 @@ def test_what_is_generated_in_another_way_has_another_fingerprint(
 
 @pytest.mark.acceptance("number-C-47")
 @pytest.mark.capability("C-36", "C-47")
-def test_numbers_that_are_generated_are_compared_with_the_rows_own() -> None:
+def test_generated_numbers_are_compared_with_the_numbers_of_the_rows() -> None:
     # Two rows have a number, which is 3 and 4 away; one has a text; one fills the batch.
     found = measure(
         Says("10"), completions(), ("1=", "13"), ("2=", "6"), ("3=", "no"), ("", "")
@@ -107,9 +107,7 @@ def test_numbers_that_are_generated_are_compared_with_the_rows_own() -> None:
 
 @pytest.mark.acceptance("8d-13c:sft", "number-C-47")
 @pytest.mark.capability("C-47")
-def test_what_is_no_number_lowers_the_parse_rate_and_leaves_the_error_of_the_others() -> (
-    None
-):
+def test_a_text_that_is_not_a_number_lowers_the_parse_rate_but_not_the_error() -> None:
     found = measure(Says("ten"), completions(), ("1=", "13"), ("2=", "ten"))
     assert found == {"rows": 2, "exact": 1, "numbers": 1, "parsed": 0, "squared_error": 0}
     said = summarize(found)
@@ -118,7 +116,7 @@ def test_what_is_no_number_lowers_the_parse_rate_and_leaves_the_error_of_the_oth
 
 
 @pytest.mark.parametrize("chunk", [None, 4])
-def test_the_loss_of_completions_is_made_of_chunks_where_that_of_training_is(
+def test_the_loss_of_completions_is_chunked_if_the_training_loss_is(
     chunk: int | None,
 ) -> None:
     torch.manual_seed(0)
@@ -152,7 +150,7 @@ def test_the_loss_of_completions_is_made_of_chunks_where_that_of_training_is(
     assert float(found) == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_a_completion_ends_at_the_first_text_that_ends_it() -> None:
+def test_a_completion_ends_at_the_first_stop_text() -> None:
     made = completions(stop=["[/P]", "|"], maxNewTokens=8)
     model = Says("7[/P]8|9")
     assert measure(model, made, ("1=", "7[/P]"))["exact"] == 1
@@ -181,7 +179,7 @@ def test_a_completion_ends_at_every_id_that_an_export_names() -> None:
     assert fingerprint() != fingerprint(5) != fingerprint(5, 6)
 
 
-def test_a_completion_has_at_most_as_many_tokens_as_asked_for_and_as_the_model_has_places() -> (
+def test_the_length_of_a_completion_is_bounded_by_the_setting_and_the_model_positions() -> (
     None
 ):
     made = completions(maxNewTokens=3)
@@ -190,13 +188,13 @@ def test_a_completion_has_at_most_as_many_tokens_as_asked_for_and_as_the_model_h
     assert made.generate(Says("abcdef", most=4), [[*b"x="]], device) == [[*b"ab"]]
 
 
-def test_rows_of_a_batch_end_by_themselves() -> None:
+def test_rows_of_a_batch_end_independently() -> None:
     made = completions(maxNewTokens=5)
     rows = made.generate(Says("abc"), [[*b"x="], [*b"longer="]], torch.device("cpu"))
     assert rows == [[*b"abc", BYTE_END]] * 2
 
 
-def test_ranks_that_gather_weights_together_call_the_model_equally_often() -> None:
+def test_ranks_that_gather_weights_together_call_the_model_equally_many_times() -> None:
     for text in ("a", "abcd"):
         model = Says(text)
         measure(model, completions(maxNewTokens=6, is_sharded=True), ("1=", "a"))
@@ -223,7 +221,7 @@ def test_ranks_that_gather_weights_together_call_the_model_equally_often() -> No
         ("", None),
     ],
 )
-def test_a_number_is_a_whole_text(text: str, number: float | None) -> None:
+def test_only_a_whole_text_is_a_number(text: str, number: float | None) -> None:
     assert parse_number(text) == number
 
 
@@ -236,7 +234,5 @@ def test_a_number_is_a_whole_text(text: str, number: float | None) -> None:
         ([0, 1], (1, 2)),
     ],
 )
-def test_the_last_completion_is_what_is_generated(
-    marks: list[int], span: tuple[int, int]
-) -> None:
+def test_the_last_completion_is_generated(marks: list[int], span: tuple[int, int]) -> None:
     assert last_span(np.array(marks, dtype=np.bool_)) == span

@@ -87,7 +87,7 @@ def sums(task: Task, opened: Any, model: nn.Module) -> tuple[float, int, int]:
 
 @pytest.mark.acceptance("8d-13a:sft", "number-C-37")
 @pytest.mark.capability("C-37")
-def test_the_loss_of_completions_is_the_one_that_is_computed_by_hand(
+def test_the_loss_of_completions_matches_the_manual_calculation(
     tmp_path: Path,
 ) -> None:
     task, opened = open_task(tmp_path, training())
@@ -101,7 +101,7 @@ def test_the_loss_of_completions_is_the_one_that_is_computed_by_hand(
     assert total == pytest.approx(expected, rel=1e-6)
 
 
-def test_everything_is_learned_where_that_was_asked_for(tmp_path: Path) -> None:
+def test_all_tokens_are_learned_on_request(tmp_path: Path) -> None:
     task, opened = open_task(tmp_path, training(rows={"learn": "everything"}))
     _, weight, _ = sums(task, opened, Bigrams())
     # All tokens but the first of each row; each has an end.
@@ -111,7 +111,7 @@ def test_everything_is_learned_where_that_was_asked_for(tmp_path: Path) -> None:
 @pytest.mark.acceptance("8d-13b:sft")
 @pytest.mark.capability("A-44", "T-11", "T-52")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_loss_of_packed_rows_is_that_of_the_rows_by_themselves(
+def test_the_loss_of_packed_rows_equals_the_sum_over_single_rows(
     tmp_path: Path, name: str
 ) -> None:
     torch.manual_seed(0)
@@ -134,7 +134,7 @@ def test_the_loss_of_packed_rows_is_that_of_the_rows_by_themselves(
     assert packed[0] == pytest.approx(alone[0], rel=1e-5)
 
 
-def test_a_sample_is_whole_rows_behind_each_other_with_positions_of_their_own(
+def test_a_packed_sample_has_whole_rows_with_their_own_positions(
     tmp_path: Path,
 ) -> None:
     _, (source, _) = open_task(tmp_path, training())
@@ -150,7 +150,7 @@ def test_a_sample_is_whole_rows_behind_each_other_with_positions_of_their_own(
     assert rows["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 1, 0]]
 
 
-def test_the_choice_of_packing_and_of_what_is_learned_is_part_of_the_fingerprints(
+def test_packing_and_learned_tokens_are_part_of_the_fingerprints(
     tmp_path: Path,
 ) -> None:
     found: dict[str, set[str]] = {"facts": set(), "source": set(), "set": set()}

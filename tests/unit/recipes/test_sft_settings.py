@@ -49,5 +49,5 @@ def test_a_derived_task_whose_sources_are_prepared_as_texts_is_refused(
     assert open_mine(**texts, rows={}).settings.learn == "completions"
 
 
-def test_a_derived_task_that_prepares_its_data_itself_needs_no_rows_in_its_file() -> None:
+def test_a_derived_task_that_prepares_its_own_data_needs_no_rows_in_its_manifest() -> None:
     assert open_mine().settings.learn == "completions"

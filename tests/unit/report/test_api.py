@@ -33,7 +33,7 @@ MANIFESTS = Path(__file__).parents[1] / "manifest"
         ("/", ""),
     ],
 )
-def test_a_public_path_leads_into_nobodys_folders(path: str, public: str) -> None:
+def test_a_public_path_contains_no_home_folder(path: str, public: str) -> None:
     assert public_path(path) == public
 
 
@@ -64,13 +64,13 @@ def test_a_report_has_the_figures_and_the_files_of_a_run(
     assert found.to_dict(is_public=False)["metrics"] == str(run.directory.metrics)
 
 
-def test_what_is_no_run_has_no_report(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_has_no_report(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError):
         api.report(tmp_path / "nowhere")
 
 
 @pytest.mark.capability("G-1")
-def test_a_wrong_file_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+def test_an_invalid_manifest_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="max_steps"):
         api.run(
             manifest=MANIFESTS / "base_manifest.yaml",

@@ -42,7 +42,7 @@ def test_the_sums_and_each_use_are_read_in_the_order_of_the_catalogue() -> None:
     assert found.raw == USAGE
 
 
-def test_a_use_of_a_later_version_and_a_sum_that_is_missing_are_left_out() -> None:
+def test_an_unknown_use_and_a_missing_sum_are_omitted() -> None:
     usage = {
         "podHours": "1.00",
         "byCause": {"training": 3600, "holidays": 10, "idle": "many"},
@@ -63,7 +63,7 @@ def test_a_use_of_a_later_version_and_a_sum_that_is_missing_are_left_out() -> No
         (make_object({"byCause": []}), "its status has no usage"),
     ],
 )
-def test_what_is_no_object_of_this_run_is_refused(text: str, message: str) -> None:
+def test_an_object_of_another_run_is_refused(text: str, message: str) -> None:
     with pytest.raises(RunDirectoryError, match=f"^run.json: {message}"):
         read_pod_time(text, source="run.json", run="docs-lm")
 
@@ -87,7 +87,7 @@ def test_the_report_has_a_section_on_the_time_of_pods(
     assert json.loads(paths.summary.read_text("utf-8"))["usage"] == USAGE
 
 
-def test_a_report_is_not_written_where_the_object_cannot_be_read(
+def test_no_report_is_written_if_the_object_cannot_be_read(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path / "run").write(synthetic.Process(last=1))

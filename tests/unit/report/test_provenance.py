@@ -87,7 +87,7 @@ def test_a_script_has_an_entry_without_a_seed(tmp_path: Path) -> None:
 
 @pytest.mark.acceptance("8d-15d")
 @pytest.mark.capability("G-9", "G-X25")
-def test_the_entry_names_versions_and_hardware_and_nothing_private() -> None:
+def test_the_entry_has_versions_and_hardware_and_nothing_private() -> None:
     entry = describe_process(command=["evergrad"], seed=0, world_size=1, generation=1)
     assert entry["versions"]["python"] == platform.python_version()
     assert entry["versions"]["torch"] and entry["versions"]["evergrad"]
@@ -150,7 +150,7 @@ def test_outside_a_checkout_or_without_git_there_is_no_commit(
 
 
 @pytest.mark.capability("G-8")
-def test_a_commit_that_the_environment_names_is_taken_where_there_is_no_checkout(
+def test_a_commit_in_the_environment_is_used_if_there_is_no_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -183,7 +183,7 @@ def test_a_broken_file_is_refused_and_not_overwritten(
         "awsSecretAccessKey",
     ],
 )
-def test_keys_of_secrets_are_recognised(key: str) -> None:
+def test_keys_of_secrets_are_detected(key: str) -> None:
     assert is_secret(key)
 
 
@@ -198,12 +198,12 @@ def test_keys_of_secrets_are_recognised(key: str) -> None:
         "data.sources[0].key",
     ],
 )
-def test_keys_that_only_look_like_secrets_are_not(key: str) -> None:
+def test_keys_that_only_resemble_secrets_are_not(key: str) -> None:
     assert not is_secret(key)
 
 
 @pytest.mark.capability("G-7", "C-1", "G-X33")
-def test_a_command_keeps_its_words_and_loses_its_secrets(
+def test_a_command_keeps_its_words_without_secrets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
@@ -221,7 +221,7 @@ def test_a_command_keeps_its_words_and_loses_its_secrets(
     ]  # fmt: skip
 
 
-def test_a_home_directory_that_is_the_root_hides_nothing(
+def test_the_root_as_home_directory_hides_no_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOME", "/")
@@ -244,7 +244,7 @@ def test_the_report_names_earlier_versions_and_the_files_of_a_task() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", ""])
-def test_a_damaged_record_of_what_was_requested_is_written_anew_with_a_word(
+def test_a_damaged_request_record_is_written_again_with_a_message(
     tmp_path: Path, run: TrainingRun, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
     directory = RunDirectory(tmp_path)

@@ -134,7 +134,7 @@ def test_a_finished_run_shows_its_numbers_tables_and_plots(
     assert "| Training steps that were kept | 1m40s |" in markdown
 
 
-def test_the_figures_of_the_summary_are_the_run_s(
+def test_the_figures_of_the_summary_match_the_run(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=200))
@@ -220,7 +220,7 @@ def test_short_runs_have_a_report(
     assert f"| Steps | {num_steps} |" in markdown
 
 
-def test_a_run_directory_with_nothing_but_a_configuration_has_a_report(
+def test_a_run_directory_with_only_a_configuration_has_a_report(
     tmp_path: Path,
 ) -> None:
     directory = RunDirectory(tmp_path)
@@ -230,7 +230,7 @@ def test_a_run_directory_with_nothing_but_a_configuration_has_a_report(
     assert markdown.startswith("# waiting\n")
 
 
-def test_a_live_run_whose_last_line_is_half_written_has_a_report(
+def test_a_live_run_with_an_incomplete_last_line_has_a_report(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=20, ended="killed"))
@@ -255,7 +255,7 @@ def test_a_live_run_whose_last_line_is_half_written_has_a_report(
         ("complete", "Complete", "reached step 60"),
     ],
 )
-def test_the_status_says_how_the_run_stands(
+def test_the_status_describes_the_state_of_the_run(
     tmp_path: Path, synthetic: ModuleType, ended: str, label: str, detail: str
 ) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=60, ended=ended))
@@ -297,7 +297,7 @@ def test_a_run_in_several_worlds_shows_them_and_counts_no_restart(
     )
 
 
-def test_a_run_in_one_world_says_nothing_of_changes(
+def test_a_run_in_one_world_shows_no_world_changes(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     page, markdown = _report(
@@ -307,7 +307,7 @@ def test_a_run_in_one_world_says_nothing_of_changes(
     assert "World size" not in page.text
 
 
-def test_steps_lost_in_a_kill_and_not_yet_trained_again_are_no_progress(
+def test_steps_lost_in_a_kill_and_not_yet_repeated_are_not_progress(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=57, ended="killed"))
@@ -318,7 +318,7 @@ def test_steps_lost_in_a_kill_and_not_yet_trained_again_are_no_progress(
     assert facts.superseded.step.tolist() == list(range(51, 58))
 
 
-def test_values_that_are_no_numbers_leave_gaps_and_a_warning(
+def test_non_finite_values_leave_gaps_and_a_warning(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     directory = RunDirectory(tmp_path)
@@ -341,7 +341,7 @@ def test_values_that_are_no_numbers_leave_gaps_and_a_warning(
     assert "NaN" not in page.text and ">nan" not in page.text
 
 
-def test_a_run_whose_every_loss_is_no_number_has_a_report(
+def test_a_run_with_only_non_finite_losses_has_a_report(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     directory = RunDirectory(tmp_path)
@@ -375,7 +375,7 @@ def test_an_exploding_loss_is_drawn_on_a_logarithmic_axis(
 
 
 @pytest.mark.parametrize("largest", [1e300, 1.7e308])
-def test_values_at_the_end_of_the_range_of_floating_point_numbers_have_a_report(
+def test_values_near_the_largest_float_have_a_report(
     tmp_path: Path, synthetic: ModuleType, largest: float
 ) -> None:
     """From -1.7e308 to 1.7e308 is a span that no floating-point number holds, which ended in a traceback."""
@@ -394,7 +394,7 @@ def test_values_at_the_end_of_the_range_of_floating_point_numbers_have_a_report(
     assert "Training loss" in page.text and "Evaluation loss" in page.text
 
 
-def test_the_same_files_give_the_same_report_but_for_its_time(
+def test_the_same_files_give_the_same_report_except_for_its_time(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path / "run").write(synthetic.Process(last=60))
@@ -410,7 +410,7 @@ def test_the_same_files_give_the_same_report_but_for_its_time(
         )
 
 
-def test_a_hundred_thousand_steps_make_a_page_of_ordinary_size(
+def test_a_hundred_thousand_steps_give_a_page_of_bounded_size(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     row = dumps_strict(record_row(synthetic.step_record(1)))
@@ -422,7 +422,7 @@ def test_a_hundred_thousand_steps_make_a_page_of_ordinary_size(
     assert paths.html.stat().st_size < 500_000
 
 
-def test_long_tables_show_their_ends_and_say_what_is_left_out(
+def test_long_tables_show_their_ends_and_state_what_is_omitted(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(
@@ -435,7 +435,7 @@ def test_long_tables_show_their_ends_and_say_what_is_left_out(
     assert "| 300 |" in markdown and "| 3 | heldOut |" in markdown
 
 
-def test_metrics_of_a_recipe_have_a_plot_each_and_columns_in_the_table_of_evaluations(
+def test_metrics_of_a_recipe_have_a_plot_each_and_columns_in_the_evaluation_table(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=3, ended="killed"))
@@ -453,7 +453,7 @@ def test_metrics_of_a_recipe_have_a_plot_each_and_columns_in_the_table_of_evalua
     assert facts.evaluations.rows[-1][4] == "0.6250"
 
 
-def test_a_metric_s_plot_has_the_unit_and_the_meaning_that_the_recipe_declares(
+def test_a_metric_plot_has_the_unit_and_the_meaning_that_the_recipe_declares(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     directory = RunDirectory(tmp_path)
@@ -473,7 +473,7 @@ def test_a_metric_s_plot_has_the_unit_and_the_meaning_that_the_recipe_declares(
 
 
 @pytest.mark.parametrize("items", ["tokens", "pairs"])
-def test_a_loss_has_the_unit_of_what_the_recipe_takes_its_mean_over(
+def test_a_loss_has_the_unit_over_which_the_recipe_averages(
     tmp_path: Path, synthetic: ModuleType, items: str
 ) -> None:
     directory = RunDirectory(tmp_path)
@@ -504,7 +504,7 @@ def test_a_loss_has_the_unit_of_what_the_recipe_takes_its_mean_over(
 
 
 @pytest.mark.parametrize("samples", [256, 8])
-def test_samples_that_are_no_text_are_counted_as_samples(
+def test_samples_without_text_are_counted_as_samples(
     tmp_path: Path, synthetic: ModuleType, samples: int
 ) -> None:
     """One without text counts as one token in the rows; a step of as many of both has no text."""
@@ -540,7 +540,7 @@ def test_many_evaluation_sets_are_all_in_the_table_and_six_in_the_plot(
     assert all(f"| set-{index} |" in markdown for index in range(9))
 
 
-def test_a_bad_row_is_reported_with_its_line_and_no_report_is_written(
+def test_an_invalid_row_is_reported_with_its_line_and_no_report_is_written(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step":1}\n')
@@ -569,7 +569,7 @@ def _run_command(*arguments: str) -> int:
     return report_command.execute(parser.parse_args(list(arguments)))
 
 
-def test_the_command_prints_where_the_report_is(
+def test_the_command_prints_the_path_of_the_report(
     tmp_path: Path, synthetic: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = synthetic.RunWriter(tmp_path / "run").write(synthetic.Process(last=60))
@@ -581,7 +581,7 @@ def test_the_command_prints_where_the_report_is(
     assert run.directory.report_html.exists() and run.directory.report_markdown.exists()
 
 
-def test_the_command_gives_the_figures_as_json(
+def test_the_command_prints_the_figures_as_json(
     tmp_path: Path, synthetic: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = synthetic.RunWriter(tmp_path / "run").write(
@@ -604,7 +604,7 @@ def test_the_command_gives_the_figures_as_json(
     assert summary["restarts"][0]["cause"] == "killed"
 
 
-def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="is not a run directory"):
         _run_command(str(tmp_path))
 
@@ -629,7 +629,7 @@ def test_thinned_means_are_the_means_of_their_spans() -> None:
     assert curve.x.tolist() == [50.5 + 100 * index for index in range(10)]
 
 
-def test_smoothing_is_centred_and_leaves_out_what_is_no_number() -> None:
+def test_smoothing_is_centred_and_skips_non_finite_values() -> None:
     values = np.array([1.0, 2.0, np.nan, 4.0, 5.0])
     assert smooth(values, 3).tolist() == [1.5, 1.5, 3.0, 4.5, 4.5]
     assert smooth(np.array([2.0]), 1).tolist() == [2.0]
@@ -638,7 +638,7 @@ def test_smoothing_is_centred_and_leaves_out_what_is_no_number() -> None:
     assert smooth(spiky, 3)[500] == pytest.approx(2.0)
 
 
-def test_a_curve_breaks_where_steps_begin_anew() -> None:
+def test_a_curve_breaks_at_restarted_steps() -> None:
     curve = broken(np.array([5, 6, 7, 5, 6]), np.array([1.0, 2.0, 3.0, 4.0, 5.0]))
     assert np.isnan(curve.x[3]) and curve.x[[0, 1, 2, 4, 5]].tolist() == [5, 6, 7, 5, 6]
 
@@ -648,7 +648,7 @@ def test_a_run_without_steps_has_no_plots(tmp_path: Path, synthetic: ModuleType)
     assert build_plots(gather_facts(run.directory)) == ()
 
 
-def test_each_change_of_the_file_is_a_row_with_its_step_field_and_values(
+def test_each_change_of_the_manifest_is_a_row_with_step_field_and_values(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=3, ended="killed"))

@@ -94,7 +94,7 @@ def _long_run(
     )
 
 
-def test_the_policy_allows_exactly_the_scripts_and_the_style_of_the_page(
+def test_the_content_security_policy_allows_exactly_the_scripts_and_style_of_the_page(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     html = _page(synthetic.RunWriter(tmp_path).write(synthetic.Process(last=60)).directory)
@@ -112,7 +112,7 @@ def test_the_policy_allows_exactly_the_scripts_and_the_style_of_the_page(
     assert len(re.findall("<script", html)) == len(scripts) + 1
 
 
-def test_the_scripts_are_the_live_pages_and_cannot_end_their_element(
+def test_the_scripts_are_shared_with_the_live_page_and_cannot_end_their_element(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     html = _page(synthetic.RunWriter(tmp_path).write(synthetic.Process(last=60)).directory)
@@ -179,7 +179,7 @@ def test_the_embedded_data_are_the_steps_of_the_run(
     assert charts["Learning rate"]["scale"] == "zero"
 
 
-def test_every_chart_says_what_its_picture_says(
+def test_every_chart_describes_its_picture_in_text(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=57, ended="killed"))
@@ -198,7 +198,9 @@ def test_every_chart_says_what_its_picture_says(
     assert plots[-1].chart["x"] == sorted(plots[-1].chart["x"])
 
 
-def test_phases_of_one_step_stay_a_picture(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_phases_of_a_single_step_remain_a_picture(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=1, ended="killed"))
     html = _page(run.directory)
     assert "What a step consists of" in html
@@ -207,7 +209,7 @@ def test_phases_of_one_step_stay_a_picture(tmp_path: Path, synthetic: ModuleType
     assert html.count("data-chart") - html.count("[data-chart]") == len(_charts(html))
 
 
-def test_names_from_the_run_cannot_end_the_data(
+def test_names_from_the_run_cannot_end_the_data_element(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path, name=HOSTILE)
@@ -226,7 +228,7 @@ def test_names_from_the_run_cannot_end_the_data(
     assert len(_scripts(html)) == 4
 
 
-def test_values_that_are_no_numbers_are_embedded_as_null(
+def test_non_finite_values_are_embedded_as_null(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     directory = RunDirectory(tmp_path)
@@ -243,7 +245,7 @@ def test_values_that_are_no_numbers_are_embedded_as_null(
     assert set(charts["Gradient norm, before clipping"]["curves"][0]["parts"][0]) == {None}
 
 
-def test_the_charts_of_a_long_run_with_all_there_can_be_have_a_bounded_size(
+def test_the_charts_of_a_long_run_with_everything_have_a_bounded_size(
     tmp_path: Path, synthetic: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = _long_run(RunDirectory(tmp_path), synthetic, 100_000)
@@ -266,7 +268,7 @@ def test_the_charts_of_a_long_run_with_all_there_can_be_have_a_bounded_size(
 
 
 @pytest.mark.parametrize("num_steps", [1, MOST_ROWS, MOST_ROWS + 1, 12_345])
-def test_rows_have_mean_least_and_greatest_value_of_their_steps(num_steps: int) -> None:
+def test_rows_have_mean_minimum_and_maximum_of_their_steps(num_steps: int) -> None:
     steps = np.arange(1, num_steps + 1)
     y = np.sin(steps * 12.9898)
     y[::7] = np.nan

@@ -49,7 +49,7 @@ def test_a_run_without_a_step_has_a_summary(tmp_path: Path) -> None:
     assert (summary["step"], summary["loss"], summary["samples"]) == (0, None, 0)
 
 
-def test_samples_and_tokens_are_those_of_the_runs_own_steps(
+def test_samples_and_tokens_are_counted_for_the_own_steps_of_the_run(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     """A run that goes on behind step 20 of another one has no rows of the steps before."""
@@ -66,7 +66,7 @@ def test_samples_and_tokens_are_those_of_the_runs_own_steps(
     assert summary["samples"] == summary["newSamples"] == 30 * 32
 
 
-def test_a_row_that_a_frozen_process_writes_late_is_not_where_the_run_stands(
+def test_a_row_that_a_frozen_process_writes_late_is_not_the_progress_of_the_run(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path / "run")
@@ -86,7 +86,7 @@ def test_a_row_that_a_frozen_process_writes_late_is_not_where_the_run_stands(
     assert "reached step 200" in paths.markdown.read_text("utf-8")
 
 
-def test_what_was_measured_of_a_lost_future_is_no_result(
+def test_measurements_of_lost_steps_are_not_results(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     """Killed after step 20 and resumed at 10: step 18 was skipped, and 20 evaluated, with other weights."""
@@ -121,7 +121,7 @@ def test_what_was_measured_of_a_lost_future_is_no_result(
     assert report()[:2] == ([10, 21], {})
 
 
-def test_the_step_that_stopped_a_run_counts_among_those_that_were_not_finite(
+def test_the_step_that_stopped_a_run_counts_as_non_finite(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path / "run")
@@ -137,7 +137,7 @@ def test_the_step_that_stopped_a_run_counts_among_those_that_were_not_finite(
     assert json.loads(path.read_text("utf-8"))["skippedSteps"] == {"loss": 2}
 
 
-def test_without_a_page_an_older_page_goes_and_the_figures_are_current(
+def test_without_a_new_page_the_old_page_is_removed_and_the_figures_are_current(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path / "run")

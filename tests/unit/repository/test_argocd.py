@@ -73,14 +73,14 @@ def data() -> dict[str, str]:
     return found
 
 
-def test_the_config_map_has_the_scripts_as_they_are(data: dict[str, str]) -> None:
+def test_the_config_map_contains_the_scripts_unchanged(data: dict[str, str]) -> None:
     text = make_scripts().build_text()
     assert (ARGO / "argocd-cm.yaml").read_text("utf-8") == text, "make generate writes it"
     health = data["resource.customizations.health.evergrad.dev_TrainingRun"]
     assert health == (SCRIPTS / "health.lua").read_text("utf-8")
 
 
-def test_argo_cd_shows_each_state_of_a_run_as_its_test_data_say(
+def test_argo_cd_shows_each_state_of_a_run_as_in_the_test_data(
     program: str, data: dict[str, str]
 ) -> None:
     tests = load(SCRIPTS / "health_test.yaml")["tests"]
@@ -92,7 +92,7 @@ def test_argo_cd_shows_each_state_of_a_run_as_its_test_data_say(
         assert answer["health"] == one["healthStatus"], one["inputPath"]
 
 
-def test_argo_cd_waits_for_a_run_that_has_no_status_at_all(
+def test_argo_cd_waits_for_a_run_without_a_status(
     program: str, data: dict[str, str]
 ) -> None:
     run = load(SCRIPTS / "testdata/new.yaml")
@@ -105,7 +105,7 @@ def test_argo_cd_waits_for_a_run_that_has_no_status_at_all(
     assert answer["results"]["restart"]["spec"]["restartNonce"] == "argocd-1"
 
 
-def test_a_running_run_can_count_as_healthy_with_one_more_line(
+def test_a_training_run_can_count_as_healthy_with_one_more_line(
     program: str, data: dict[str, str]
 ) -> None:
     lines = [
@@ -129,7 +129,7 @@ def test_a_running_run_can_count_as_healthy_with_one_more_line(
     ]
 
 
-def test_argo_cd_offers_what_makes_sense_in_each_state(
+def test_argo_cd_offers_only_applicable_actions_in_each_state(
     program: str, data: dict[str, str]
 ) -> None:
     tests = load(SCRIPTS / "actions/action_test.yaml")["discoveryTests"]
@@ -139,9 +139,7 @@ def test_argo_cd_offers_what_makes_sense_in_each_state(
         assert answer["actions"] == expected, one["inputPath"]
 
 
-def test_each_action_changes_the_field_it_is_for_and_nothing_else(
-    program: str, data: dict[str, str]
-) -> None:
+def test_each_action_changes_only_its_field(program: str, data: dict[str, str]) -> None:
     tests = load(SCRIPTS / "actions/action_test.yaml")["actionTests"]
     assert tuple(sorted(one["action"] for one in tests)) == ACTIONS
     runs = [load(SCRIPTS / "actions" / one["inputPath"]) for one in tests]
@@ -150,7 +148,7 @@ def test_each_action_changes_the_field_it_is_for_and_nothing_else(
         assert answer["results"][one["action"]] == expected, one["action"]
 
 
-def test_a_second_click_on_restart_before_the_first_had_its_effect_restarts_once(
+def test_a_second_click_on_restart_before_the_first_takes_effect_restarts_once(
     program: str, data: dict[str, str]
 ) -> None:
     run = load(SCRIPTS / "testdata/running.yaml")

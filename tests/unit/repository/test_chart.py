@@ -109,7 +109,7 @@ def as_text(value: object) -> str:
     )
 
 
-def test_the_charts_crd_is_the_one_in_crds(root: Path) -> None:
+def test_the_crd_of_the_chart_matches_the_crds_folder(root: Path) -> None:
     assert (root / "charts/evergrad/files/trainingrun.yaml").read_bytes() == (
         root / "crds/trainingrun.yaml"
     ).read_bytes()
@@ -134,9 +134,7 @@ def test_the_rendered_crd_differs_from_the_file_in_labels_and_annotations_only(
     assert rendered["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 
 
-def test_a_crd_that_is_not_kept_has_no_policy_and_one_that_is_not_wanted_is_not_rendered() -> (
-    None
-):
+def test_a_crd_without_keep_has_no_policy_and_a_disabled_crd_is_not_rendered() -> None:
     (crd,) = of_kind(chart.render({"crds": {"keep": False}}), "CustomResourceDefinition")
     assert "helm.sh/resource-policy" not in crd["metadata"]["annotations"]
     assert (
@@ -145,7 +143,7 @@ def test_a_crd_that_is_not_kept_has_no_policy_and_one_that_is_not_wanted_is_not_
     )
 
 
-def test_the_operator_of_a_cluster_has_exactly_the_rights_of_the_table() -> None:
+def test_the_cluster_operator_has_exactly_the_permissions_of_the_table() -> None:
     objects = chart.render({"rbac": {"aggregatedRoles": False}})
     role, of_webhook = of_kind(objects, "ClusterRole")
     assert rights_of(role) == RIGHTS | REVIEWS
@@ -169,9 +167,7 @@ def test_the_operator_of_a_cluster_has_exactly_the_rights_of_the_table() -> None
         ]
 
 
-def test_the_operator_of_namespaces_has_the_same_rights_there_and_none_of_the_cluster() -> (
-    None
-):
+def test_a_namespaced_operator_has_the_same_permissions_in_its_namespaces_only() -> None:
     objects = chart.render(
         chart.MATRIX["namespaces"]
         | {"rbac": {**chart.MATRIX["namespaces"]["rbac"], "aggregatedRoles": False}}
@@ -185,13 +181,13 @@ def test_the_operator_of_namespaces_has_the_same_rights_there_and_none_of_the_cl
     assert roles == {"team-a": RIGHTS, "team-b": RIGHTS}
 
 
-def test_a_namespaced_operator_serves_its_own_namespace_where_none_is_named() -> None:
+def test_a_namespaced_operator_without_a_list_serves_its_own_namespace() -> None:
     objects = chart.render(chart.MATRIX["namespaced"], namespace="here")
     assert environment(objects)["EVERGRAD_NAMESPACE"] == "here"
     assert {one["metadata"]["namespace"] for one in of_kind(objects, "Role")} == {"here"}
 
 
-def test_the_lease_is_the_only_one_the_operator_may_change() -> None:
+def test_the_operator_may_change_only_its_own_lease() -> None:
     objects = chart.render({})
     (role,) = [
         one
@@ -206,7 +202,7 @@ def test_the_lease_is_the_only_one_the_operator_may_change() -> None:
     )
 
 
-def test_the_installations_key_and_the_webhooks_certificate_are_the_only_secrets_the_operator_may_read() -> (
+def test_the_operator_may_read_only_the_installation_key_and_the_webhook_certificate() -> (
     None
 ):
     objects = chart.render({})
@@ -224,7 +220,7 @@ def test_the_installations_key_and_the_webhooks_certificate_are_the_only_secrets
     assert (home["kind"], home["metadata"]["namespace"]) == ("Role", chart.NAMESPACE)
 
 
-def test_nothing_grants_secrets_nodes_exec_roles_or_wildcards(
+def test_no_permission_for_secrets_nodes_exec_roles_or_wildcards_is_granted(
     rendering: list[Object],
 ) -> None:
     for role in of_kind(rendering, "Role", "ClusterRole"):
@@ -249,7 +245,7 @@ def test_nothing_grants_secrets_nodes_exec_roles_or_wildcards(
         ("networkPolicies", ("networking.k8s.io", "networkpolicies")),
     ],
 )
-def test_what_is_switched_off_can_still_be_found_and_deleted_but_not_made(
+def test_disabled_objects_can_be_found_and_deleted_but_not_created(
     switch: str, kind: tuple[str, str]
 ) -> None:
     objects = chart.render({"rbac": {"aggregatedRoles": False}, "runs": {switch: False}})
@@ -265,7 +261,7 @@ def test_what_is_switched_off_can_still_be_found_and_deleted_but_not_made(
         ("none", ""),
     ],
 )
-def test_the_right_to_make_groups_of_pods_comes_with_gangs_alone(
+def test_the_permission_to_create_pod_groups_is_granted_with_gangs_only(
     gang: str, group: str
 ) -> None:
     values = {
@@ -281,7 +277,7 @@ def test_the_right_to_make_groups_of_pods_comes_with_gangs_alone(
     assert (config.gang, config.scheduler_name) == (gang, "gangs")
 
 
-def test_the_right_to_delete_runs_comes_with_the_value_that_lets_runs_ask_for_it() -> None:
+def test_the_permission_to_delete_runs_is_granted_with_its_value_only() -> None:
     assert not parse_settings([], environment(chart.render({}))).config.allow_run_deletion
     values = {"rbac": {"aggregatedRoles": False}, "runs": {"allowed": {"deletion": True}}}
     objects = chart.render(values)
@@ -292,7 +288,7 @@ def test_the_right_to_delete_runs_comes_with_the_value_that_lets_runs_ask_for_it
     chart.render({"runs": {"allowed": None}})
 
 
-def test_viewers_read_runs_editors_change_them_and_nobody_gets_pods_by_it() -> None:
+def test_viewers_read_runs_editors_change_them_and_neither_gets_pod_permissions() -> None:
     roles = {
         one["metadata"]["name"].rpartition("-")[2]: one
         for one in of_kind(chart.render({}), "ClusterRole")
@@ -344,9 +340,7 @@ def test_every_pod_of_the_chart_passes_pod_security_restricted(
             )
 
 
-def test_one_operator_is_replaced_before_the_next_starts_and_more_are_spread_by_a_budget() -> (
-    None
-):
+def test_a_single_operator_uses_recreate_and_several_have_a_disruption_budget() -> None:
     objects = chart.render({})
     assert of_kind(objects, "Deployment")[0]["spec"]["strategy"] == {"type": "Recreate"}
     assert of_kind(objects, "PodDisruptionBudget") == []
@@ -357,7 +351,7 @@ def test_one_operator_is_replaced_before_the_next_starts_and_more_are_spread_by_
     assert len(of_kind(objects, "PodDisruptionBudget")) == 1
 
 
-def test_the_operator_understands_the_settings_it_is_given(rendering: list[Object]) -> None:
+def test_the_operator_accepts_its_rendered_settings(rendering: list[Object]) -> None:
     given = environment(rendering)
     (deployment,) = of_kind(rendering, "Deployment")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
@@ -376,9 +370,7 @@ def test_the_operator_understands_the_settings_it_is_given(rendering: list[Objec
     assert settings.port == container["ports"][0]["containerPort"] == 8080
 
 
-def test_whom_runs_run_as_and_their_shared_memory_reach_the_operator_as_they_are_written() -> (
-    None
-):
+def test_user_ids_and_shared_memory_of_runs_reach_the_operator_unchanged() -> None:
     assert "EVERGRAD_SHARED_MEMORY_SIZE" not in environment(chart.render({}))
     given = environment(
         chart.render(
@@ -415,7 +407,7 @@ def test_large_whole_numbers_reach_the_operator_without_an_exponent() -> None:
     assert isinstance(operator["terminationGracePeriodSeconds"], int)
 
 
-def test_values_that_are_taken_out_leave_their_defaults() -> None:
+def test_removed_values_get_their_defaults() -> None:
     # Helm takes out a value of the chart by null.
     values = {
         "replicas": None,
@@ -432,7 +424,7 @@ def test_values_that_are_taken_out_leave_their_defaults() -> None:
     assert parse_settings([], environment(objects)).config.user_id == 10001
 
 
-def test_allowed_accounts_and_bounds_of_the_disk_reach_the_operator_by_kind_of_pod() -> (
+def test_allowed_service_accounts_and_disk_bounds_reach_the_operator_by_kind_of_pod() -> (
     None
 ):
     given = environment(chart.render({}))
@@ -454,9 +446,7 @@ def test_allowed_accounts_and_bounds_of_the_disk_reach_the_operator_by_kind_of_p
     assert (config.preparation_ephemeral_storage, config.scratch_size) == ("", "")
 
 
-def test_the_operators_pods_carry_the_label_by_which_runs_let_them_in_under_any_name() -> (
-    None
-):
+def test_the_operator_pods_have_the_label_that_runs_admit_for_any_release_name() -> None:
     (deployment,) = of_kind(
         chart.render({"nameOverride": "trainings", "podLabels": {"a": "b"}}), "Deployment"
     )
@@ -466,7 +456,7 @@ def test_the_operators_pods_carry_the_label_by_which_runs_let_them_in_under_any_
     assert labels["a"] == "b"
 
 
-def test_by_default_only_the_namespace_monitoring_scrapes_runs_and_the_operator() -> None:
+def test_by_default_only_the_monitoring_namespace_scrapes_runs_and_the_operator() -> None:
     objects = chart.render({"networkPolicy": {"enabled": True}})
     assert parse_settings([], environment(objects)).config.metrics_from == ("monitoring",)
     (policy,) = of_kind(objects, "NetworkPolicy")
@@ -476,7 +466,7 @@ def test_by_default_only_the_namespace_monitoring_scrapes_runs_and_the_operator(
     }
 
 
-def test_an_empty_list_of_scrapers_is_no_setting_of_the_operator() -> None:
+def test_an_empty_list_of_scrapers_sets_no_variable_of_the_operator() -> None:
     objects = chart.render(
         {"runs": {"metricsFrom": []}, "networkPolicy": {"enabled": True, "metricsFrom": []}}
     )
@@ -485,13 +475,13 @@ def test_an_empty_list_of_scrapers_is_no_setting_of_the_operator() -> None:
     assert [list(one) for one in policy["spec"]["ingress"][0]["from"]] == [["podSelector"]]
 
 
-def test_a_digest_wins_over_a_tag() -> None:
+def test_a_digest_takes_precedence_over_a_tag() -> None:
     assert environment(chart.render(chart.MATRIX["everything"]))[
         "EVERGRAD_TRAINER_IMAGE"
     ] == ("registry.example.com/evergrad/trainer@sha256:" + "ab" * 32)
 
 
-def test_selectors_never_change_with_a_version_and_match_the_pods(
+def test_selectors_are_independent_of_the_version_and_match_the_pods(
     rendering: list[Object],
 ) -> None:
     (deployment,) = of_kind(rendering, "Deployment")
@@ -508,7 +498,7 @@ def test_selectors_never_change_with_a_version_and_match_the_pods(
         assert not selector.items() <= test["metadata"]["labels"].items()
 
 
-def test_every_object_carries_the_usual_labels_and_stands_in_a_namespace(
+def test_every_object_has_the_recommended_labels_and_a_namespace(
     rendering: list[Object],
 ) -> None:
     for one in rendering:
@@ -522,7 +512,7 @@ def test_every_object_carries_the_usual_labels_and_stands_in_a_namespace(
         assert ("namespace" in one["metadata"]) == (one["kind"] not in CLUSTER_SCOPED)
 
 
-def test_two_releases_in_two_namespaces_meet_in_the_crd_only() -> None:
+def test_two_releases_in_two_namespaces_share_only_the_crd() -> None:
     def names(namespace: str) -> set[tuple[str, str]]:
         objects = chart.render({"crds": {"install": namespace == "a"}}, namespace=namespace)
         return {
@@ -542,7 +532,7 @@ def test_two_releases_in_two_namespaces_meet_in_the_crd_only() -> None:
         ("first", {"nameOverride": "a.b"}, "first-a.b"),
     ],
 )
-def test_a_name_that_no_service_can_have_is_refused_with_what_to_do(
+def test_a_name_that_is_invalid_for_a_service_is_refused_with_a_remedy(
     release: str, values: Object, name: str
 ) -> None:
     with pytest.raises(BedError, match="Set fullnameOverride to") as caught:
@@ -564,7 +554,9 @@ def test_the_longest_names_stay_within_their_bounds() -> None:
         assert all(len(value) <= 63 for value in one["metadata"]["labels"].values())
 
 
-def test_the_admission_policy_of_a_namespaced_operator_stays_in_its_namespaces() -> None:
+def test_the_admission_policy_of_a_namespaced_operator_applies_to_its_namespaces_only() -> (
+    None
+):
     objects = chart.render(
         {
             "rbac": {"scope": "namespaced", "watchNamespaces": ["team-a"]},
@@ -582,9 +574,7 @@ def test_the_admission_policy_of_a_namespaced_operator_stays_in_its_namespaces()
     ]
 
 
-def test_the_admission_policy_reads_numbers_of_nodes_as_the_whole_numbers_that_the_crd_allows() -> (
-    None
-):
+def test_the_admission_policy_reads_node_numbers_as_the_whole_numbers_of_the_crd() -> None:
     values = {"admissionPolicy": {"enabled": True, "maxNodes": 3}}
     (policy,) = of_kind(chart.render(values), "ValidatingAdmissionPolicy")
     (crd,) = of_kind(chart.render({}), "CustomResourceDefinition")
@@ -602,7 +592,7 @@ def test_the_admission_policy_reads_numbers_of_nodes_as_the_whole_numbers_that_t
         assert bounds[bound]["type"] == "integer"
 
 
-def test_an_admission_policy_without_a_number_of_nodes_has_nothing_to_reckon() -> None:
+def test_an_admission_policy_without_node_numbers_computes_nothing() -> None:
     objects = chart.render(
         {"admissionPolicy": {"enabled": True, "allowedImages": ["registry.example.com/"]}}
     )
@@ -610,9 +600,7 @@ def test_an_admission_policy_without_a_number_of_nodes_has_nothing_to_reckon() -
     assert "variables" not in policy["spec"]
 
 
-def test_the_admission_policy_holds_up_no_run_on_its_way_out_and_no_value_that_a_run_has() -> (
-    None
-):
+def test_the_admission_policy_permits_deletion_of_a_run_and_its_existing_values() -> None:
     (policy,) = of_kind(chart.render({"admissionPolicy": BOUNDS}), POLICY)
     (condition,) = policy["spec"]["matchConditions"]
     assert condition["expression"] == "!has(object.metadata.deletionTimestamp)"
@@ -635,7 +623,7 @@ def test_the_admission_policy_holds_up_no_run_on_its_way_out_and_no_value_that_a
         assert f"({unchanged})" in rule["expression"]
 
 
-def test_the_operator_holds_profiles_to_the_lists_of_the_admission_policy() -> None:
+def test_the_operator_checks_profiles_against_the_lists_of_the_admission_policy() -> None:
     objects = chart.render({"admissionPolicy": BOUNDS})
     config = parse_settings([], environment(objects)).config
     assert config.allowed_images == tuple(BOUNDS["allowedImages"])
@@ -652,7 +640,7 @@ def test_the_operator_holds_profiles_to_the_lists_of_the_admission_policy() -> N
     assert (config.allowed_images, config.allowed_priority_classes) == ((), ())
 
 
-def test_the_policy_around_the_operator_allows_the_accounts_that_the_operator_gives_to_pods() -> (
+def test_the_policy_for_the_operator_allows_the_service_accounts_that_it_gives_to_pods() -> (
     None
 ):
     runs = {"allowed": {"serviceAccountNames": ["fetcher", "reader"]}}
@@ -668,7 +656,7 @@ def test_the_policy_around_the_operator_allows_the_accounts_that_the_operator_gi
     assert json.loads(names_in_rule) == ["", "default", *allowed]
 
 
-def test_the_webhook_asks_the_operators_service_and_blocks_nothing_while_nobody_answers() -> (
+def test_the_webhook_calls_the_operator_service_and_blocks_nothing_while_it_is_unavailable() -> (
     None
 ):
     objects = chart.render({})
@@ -706,7 +694,7 @@ def test_the_webhook_asks_the_operators_service_and_blocks_nothing_while_nobody_
     assert told["EVERGRAD_WEBHOOK_CONFIGURATION"] == configuration["metadata"]["name"]
 
 
-def test_without_the_early_question_no_right_for_mutating_webhooks_is_given() -> None:
+def test_without_the_early_webhook_no_permission_for_mutating_webhooks_is_granted() -> None:
     objects = chart.render({"webhook": {"early": False}})
     assert of_kind(objects, "MutatingWebhookConfiguration") == []
     (role,) = [
@@ -720,7 +708,7 @@ def test_without_the_early_question_no_right_for_mutating_webhooks_is_given() ->
     assert environment(objects)["EVERGRAD_WEBHOOK_EARLY"] == "false"
 
 
-def test_an_operator_of_namespaces_has_a_webhook_only_where_somebody_wants_one() -> None:
+def test_a_namespaced_operator_has_a_webhook_only_on_request() -> None:
     values = chart.MATRIX["namespaces"]
     objects = chart.render(values)
     assert of_kind(objects, "ValidatingWebhookConfiguration") == []
@@ -738,7 +726,7 @@ def test_an_operator_of_namespaces_has_a_webhook_only_where_somebody_wants_one()
 
 
 @pytest.mark.parametrize("issuer", [{}, {"name": "company", "kind": "ClusterIssuer"}])
-def test_cert_manager_keeps_the_certificate_and_the_operator_then_has_no_right_to(
+def test_with_cert_manager_the_operator_has_no_permission_for_the_certificate(
     issuer: Object,
 ) -> None:
     objects = chart.render(
@@ -770,7 +758,7 @@ def test_cert_manager_keeps_the_certificate_and_the_operator_then_has_no_right_t
     assert environment(objects)["EVERGRAD_WEBHOOK_FILES"] == mount["mountPath"]
 
 
-def test_rendering_is_the_same_each_time_and_looks_nothing_up(root: Path) -> None:
+def test_rendering_is_deterministic_and_uses_no_lookup(root: Path) -> None:
     assert chart.template(chart.MATRIX["everything"]) == chart.template(
         chart.MATRIX["everything"]
     )
@@ -806,13 +794,13 @@ def test_rendering_is_the_same_each_time_and_looks_nothing_up(root: Path) -> Non
         ({"commonLabels": {"evergrad.dev/role": "other"}}, "commonLabels.evergrad"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_with_its_path(values: Object, path: str) -> None:
+def test_an_invalid_value_is_refused_with_its_path(values: Object, path: str) -> None:
     with pytest.raises(BedError) as caught:
         chart.render(values)
     assert re.search(path.replace(".", r"[./]"), str(caught.value)), str(caught.value)
 
 
-def test_the_schema_lists_every_value_and_no_other(root: Path) -> None:
+def test_the_schema_lists_exactly_the_values(root: Path) -> None:
     schema = json.loads((root / "charts/evergrad/values.schema.json").read_text())
     values = yaml.safe_load((root / "charts/evergrad/values.yaml").read_text())
 
@@ -832,7 +820,7 @@ def test_the_schema_lists_every_value_and_no_other(root: Path) -> None:
     compare(values, schema, "")
 
 
-def test_the_test_pods_program_is_given_the_very_rules_of_the_operator() -> None:
+def test_the_program_of_the_test_pod_gets_the_rules_of_the_operator() -> None:
     objects = chart.render({})
     (pod,) = of_kind(objects, "Pod")
     *_, address, scopes, rules = pod["spec"]["containers"][0]["command"]
@@ -842,7 +830,7 @@ def test_the_test_pods_program_is_given_the_very_rules_of_the_operator() -> None
     compile(pod["spec"]["containers"][0]["command"][2], "check", "exec")
 
 
-def test_the_operator_may_ask_every_pod_that_serves_a_runs_status(helm: None) -> None:
+def test_the_operator_may_connect_to_every_pod_that_serves_a_run_status(helm: None) -> None:
     rendered = chart.render({"networkPolicy": {"enabled": True}})
     (policy,) = of_kind(rendered, "NetworkPolicy")
     (rule,) = [one for one in policy["spec"]["egress"] if "to" in one]

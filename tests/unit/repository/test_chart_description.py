@@ -43,7 +43,7 @@ def annotation(described: dict[str, Any], name: str) -> Any:
     return yaml.safe_load(described["annotations"][f"artifacthub.io/{name}"])
 
 
-def test_readme_and_schema_are_those_of_the_comments(root: Path) -> None:
+def test_readme_and_schema_are_generated_from_the_comments(root: Path) -> None:
     result = subprocess.run(
         [sys.executable, root / "tools/docs/chart_values.py", "--check"],
         capture_output=True,
@@ -120,7 +120,7 @@ def test_a_value_without_a_comment_is_refused_by_its_path(chart_values: ModuleTy
     assert problem.startswith("values.yaml: section.inner: has no description. ")
 
 
-def test_artifact_hub_is_told_the_images_that_the_values_name(
+def test_the_artifact_hub_annotations_list_the_images_of_the_values(
     root: Path, described: dict[str, Any]
 ) -> None:
     values = yaml.safe_load((root / "charts/evergrad/values.yaml").read_text())
@@ -130,7 +130,7 @@ def test_artifact_hub_is_told_the_images_that_the_values_name(
     ]
 
 
-def test_artifact_hub_is_told_the_definition_that_the_chart_installs(
+def test_the_artifact_hub_annotations_describe_the_installed_crd(
     root: Path, described: dict[str, Any]
 ) -> None:
     crd = yaml.safe_load((root / "crds/trainingrun.yaml").read_text())
@@ -142,7 +142,7 @@ def test_artifact_hub_is_told_the_definition_that_the_chart_installs(
     }
 
 
-def test_the_example_for_artifact_hub_is_a_valid_run(
+def test_the_artifact_hub_example_is_a_valid_run(
     described: dict[str, Any], tmp_path: Path
 ) -> None:
     (example,) = annotation(described, "crdsExamples")
@@ -151,7 +151,7 @@ def test_the_example_for_artifact_hub_is_a_valid_run(
     assert load_manifest(file).run.metadata.name == "example"
 
 
-def test_the_icon_is_the_drawing_beside_the_chart(
+def test_the_icon_is_the_drawing_in_the_chart_folder(
     root: Path, described: dict[str, Any]
 ) -> None:
     kind, _, data = described["icon"].partition(",")
@@ -161,7 +161,7 @@ def test_the_icon_is_the_drawing_beside_the_chart(
     assert ElementTree.fromstring(drawing).tag == "{http://www.w3.org/2000/svg}svg"
 
 
-def test_the_changes_are_of_kinds_that_artifact_hub_knows(
+def test_the_changes_have_kinds_that_artifact_hub_supports(
     described: dict[str, Any],
 ) -> None:
     known = {"added", "changed", "deprecated", "removed", "fixed", "security"}
@@ -173,7 +173,7 @@ def test_the_changes_are_of_kinds_that_artifact_hub_knows(
         assert re.fullmatch(r".{10,200}\.", one["description"])
 
 
-def test_the_changes_name_what_the_changelog_adds_for_whoever_installs(
+def test_the_changes_list_the_additions_of_the_changelog_for_administrators(
     root: Path, described: dict[str, Any]
 ) -> None:
     unreleased = (root / "CHANGELOG.md").read_text().partition("## [0.1.0]")[0]

@@ -6,7 +6,7 @@ import check
 import pytest
 
 
-def test_a_changed_module_chooses_the_tests_that_import_it(root: Path) -> None:
+def test_a_changed_module_selects_the_tests_that_import_it(root: Path) -> None:
     file = "operator/evergrad_operator/edge/cache/queue.py"
     assert (root / file).is_file()
     chosen = check.choose_tests([file])
@@ -14,7 +14,7 @@ def test_a_changed_module_chooses_the_tests_that_import_it(root: Path) -> None:
     assert "tests/unit/data/test_data_mixture.py" not in chosen
 
 
-def test_a_changed_test_is_chosen_and_a_page_chooses_none() -> None:
+def test_a_changed_test_is_selected_and_a_page_selects_none() -> None:
     test = "tests/unit/repository/test_check.py"
     assert check.choose_tests([test, "README.md", "docs/train/data.md"]) == [test]
 
@@ -29,6 +29,6 @@ def test_a_changed_test_is_chosen_and_a_page_chooses_none() -> None:
         ("A number beside another.", ["'beside': write next to, or compared with"]),
     ],
 )
-def test_words_of_the_old_dialect_are_warned_of(text: str, found: list[str]) -> None:
+def test_words_of_the_old_dialect_give_a_warning(text: str, found: list[str]) -> None:
     warnings = check.find_prose([("page.md", 3, text)])
     assert warnings == [f"page.md:3: {one}" for one in found]

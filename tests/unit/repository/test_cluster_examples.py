@@ -20,7 +20,7 @@ PAGES = sorted(
 )
 
 
-def test_each_recipe_has_an_example_for_a_cluster() -> None:
+def test_each_recipe_has_a_cluster_example() -> None:
     recipes = {
         yaml.safe_load((ROOT / file).read_text("utf-8"))["spec"]["training"]["recipe"]
         for page in PAGES
@@ -31,7 +31,7 @@ def test_each_recipe_has_an_example_for_a_cluster() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
-def test_the_runs_of_a_page_have_their_paths_in_a_pod_and_their_data_in_its_config_maps(
+def test_runs_on_a_page_use_paths_in_a_pod_and_data_from_its_config_maps(
     page: Path,
 ) -> None:
     text = page.read_text("utf-8")

@@ -46,9 +46,7 @@ def first_command(block: str) -> str:
     return re.split(r"\s+#|\s+\\", block.splitlines()[0])[0].strip()
 
 
-def test_every_block_of_commands_stands_in_the_table_once_and_the_table_has_no_others() -> (
-    None
-):
+def test_the_table_lists_every_block_of_commands_exactly_once() -> None:
     shown = [(page, first_command(block)) for page, block in BLOCKS]
     listed = [(row["page"], row["command"]) for row in ROWS]
     assert len(set(listed)) == len(listed)
@@ -59,7 +57,7 @@ def test_every_block_of_commands_stands_in_the_table_once_and_the_table_has_no_o
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['page']}: {row['command']}")
-def test_each_block_names_a_test_that_plays_it_or_the_reason_why_none_does(
+def test_each_block_names_a_test_that_executes_it_or_a_reason(
     row: dict[str, str],
 ) -> None:
     assert row["test"] or len(row["why"]) > 20
@@ -81,7 +79,7 @@ def test_each_block_names_a_test_that_plays_it_or_the_reason_why_none_does(
 @pytest.mark.parametrize(
     "command", [one for one in COMMANDS if one.startswith(("evergrad ", "make "))]
 )
-def test_each_command_of_ours_is_one_that_exists(command: str) -> None:
+def test_each_evergrad_command_exists(command: str) -> None:
     words = [word for word in shlex.split(command) if not word.startswith((">", "2>"))]
     if words[0] == "evergrad":
         # A run of the reader's, as pages of an alert name it.
@@ -94,7 +92,7 @@ def test_each_command_of_ours_is_one_that_exists(command: str) -> None:
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in BLOCKS}))
-def test_files_of_the_repository_that_a_command_names_exist(page: str) -> None:
+def test_repository_files_that_a_command_names_exist(page: str) -> None:
     words = [
         word.split("[")[0].rstrip("/")
         for shown, block in BLOCKS

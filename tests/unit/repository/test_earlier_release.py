@@ -53,7 +53,7 @@ def renderings(
     return before, after
 
 
-def test_the_packed_chart_is_that_of_the_first_release(
+def test_the_packed_chart_is_the_chart_of_the_first_release(
     root: Path, files: dict[str, str]
 ) -> None:
     def read(name: str) -> subprocess.CompletedProcess[str]:
@@ -71,14 +71,14 @@ def test_the_packed_chart_is_that_of_the_first_release(
         assert same(read(name).stdout) == same(text), name
 
 
-def test_the_values_of_the_first_release_are_still_values(
+def test_the_values_of_the_first_release_are_still_accepted(
     renderings: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:
     _, after = renderings
     assert after["spec"]["replicas"] == 1
 
 
-def test_no_field_of_the_deployment_changes_that_an_upgrade_cannot_change(
+def test_immutable_fields_of_the_deployment_do_not_change(
     renderings: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:
     before, after = renderings
@@ -86,7 +86,7 @@ def test_no_field_of_the_deployment_changes_that_an_upgrade_cannot_change(
     assert before["spec"]["selector"] == after["spec"]["selector"]
 
 
-def test_the_new_definition_holds_every_field_of_the_old_one(
+def test_the_new_crd_has_every_field_of_the_old_one(
     root: Path, files: dict[str, str]
 ) -> None:
     old, new = (
@@ -166,14 +166,14 @@ def find_differences(old: Schema, new: Schema, *, path: str) -> Iterator[str]:
         ),
     ],
 )
-def test_a_definition_that_takes_something_away_is_noticed(
+def test_a_removal_from_the_crd_is_detected(
     old: Schema, new: Schema, difference: str
 ) -> None:
     (found,) = find_differences(old, new, path="")
     assert difference in found
 
 
-def test_a_definition_that_only_adds_is_no_difference() -> None:
+def test_an_addition_to_the_crd_is_not_a_difference() -> None:
     old = {
         "properties": {
             "a": {"type": "string", "enum": ["x"]},

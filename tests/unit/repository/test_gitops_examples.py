@@ -49,7 +49,7 @@ def problems_of(objects: list[dict[str, Any]]) -> list[str]:
     return [str(problem) for one in objects for problem in check_run(one)[1]]
 
 
-def test_each_file_of_the_folder_is_an_experiment_of_its_own() -> None:
+def test_each_file_of_the_folder_is_a_separate_experiment() -> None:
     paths = sorted((EXAMPLES / "runs").glob("*"))
     assert [path.suffix for path in paths] == [".yaml"] * len(paths), (
         "Flux takes a folder file by file where it has no kustomization.yaml"
@@ -58,7 +58,7 @@ def test_each_file_of_the_folder_is_an_experiment_of_its_own() -> None:
         assert load_manifest(path).run.metadata.name == path.stem
 
 
-def test_an_overlay_is_a_run_of_its_own_with_what_it_changes(kubectl: Path) -> None:
+def test_an_overlay_is_a_separate_run_with_its_changes(kubectl: Path) -> None:
     made = {}
     for folder in sorted((EXAMPLES / "overlays").iterdir()):
         text = run([kubectl, "kustomize", folder])
@@ -79,7 +79,7 @@ def test_an_overlay_is_a_run_of_its_own_with_what_it_changes(kubectl: Path) -> N
     }
 
 
-def test_a_family_has_one_run_for_each_combination_and_grows_without_touching_the_others(
+def test_a_family_has_one_run_per_combination_and_can_grow_without_changes_to_the_others(
     tmp_path: Path,
 ) -> None:
     if toolbox.missing(("helm",)):
@@ -110,7 +110,7 @@ def test_a_family_has_one_run_for_each_combination_and_grows_without_touching_th
 
 
 @pytest.mark.timeout(1800)  # modules may have to be fetched first
-def test_their_own_objects_are_what_argo_cd_and_flux_accept(tmp_path: Path) -> None:
+def test_argo_cd_and_flux_accept_their_objects(tmp_path: Path) -> None:
     if shutil.which("go") is None or toolbox.missing(("kubeconform",)):
         pytest.skip("kubeconform or `go` is not here. make chart-lint builds the former.")
     made = [*objects_of("argocd"), *objects_of("flux")]
@@ -127,7 +127,7 @@ def test_their_own_objects_are_what_argo_cd_and_flux_accept(tmp_path: Path) -> N
     assert f"Valid: {len(known)}, Invalid: 0, Errors: 0, Skipped: 0" in summary
 
 
-def test_both_tools_call_the_release_as_the_pages_do() -> None:
+def test_both_tools_install_the_release_as_on_the_pages() -> None:
     # Flux puts the target namespace before a name that it is not given.
     of_flux = find("flux", "HelmRelease", "evergrad")["spec"]
     of_argo = find("argocd", "Application", "evergrad")["spec"]
@@ -135,14 +135,14 @@ def test_both_tools_call_the_release_as_the_pages_do() -> None:
     assert of_flux["targetNamespace"] == of_argo["destination"]["namespace"]
 
 
-def test_no_tool_is_told_to_replace_or_to_force_a_run() -> None:
+def test_no_tool_is_configured_to_replace_or_force_a_run() -> None:
     for path in EXAMPLES.rglob("*.yaml"):
         text = path.read_text("utf-8")
         assert "Replace=true" not in text and "Force=true" not in text, path
         assert not re.search(r"^\s*force: true", text, re.MULTILINE), path
 
 
-def test_the_paths_in_them_are_there() -> None:
+def test_paths_in_the_objects_exist() -> None:
     of_argo = [
         find("argocd", "Application", name)["spec"]["source"]["path"]
         for name in ("evergrad", "runs")

@@ -528,14 +528,14 @@ def queries(root: Path) -> tuple[Query, ...]:
     return collect_queries(root / "docs")
 
 
-def test_the_files_of_the_chart_and_the_page_are_as_they_are_generated(root: Path) -> None:
+def test_the_chart_files_and_the_page_are_up_to_date(root: Path) -> None:
     for path, text in render_all().items():
         assert path.read_text("utf-8") == text, (
             f"{path.relative_to(root)}: run make generate"
         )
 
 
-def test_a_metric_that_nothing_exports_cannot_be_named() -> None:
+def test_an_unknown_metric_cannot_be_used() -> None:
     assert (
         metric("step_duration_seconds_bucket", 'le="1"')
         == 'evergrad_step_duration_seconds_bucket{le="1"}'
@@ -550,7 +550,7 @@ def test_a_metric_that_nothing_exports_cannot_be_named() -> None:
             process(PROCESS[0], selector)
 
 
-def test_each_alert_has_a_page_and_each_page_its_alert(root: Path) -> None:
+def test_each_alert_has_a_page_and_each_page_an_alert(root: Path) -> None:
     pages = {path.stem for path in (root / "docs/runbooks").glob("*.md")} - {"README"}
     assert pages == {alert.name for alert in ALERTS} == set(CASES)
     parts = ("Meaning", "Urgency", "Diagnosis", "Mitigation", "Verification")
@@ -560,13 +560,13 @@ def test_each_alert_has_a_page_and_each_page_its_alert(root: Path) -> None:
         assert f"\n## Urgency\n\nSeverity `{alert.severity}`:" in text, alert.name
 
 
-def test_the_defaults_of_thresholds_are_those_of_the_chart(root: Path) -> None:
+def test_the_default_thresholds_match_the_chart(root: Path) -> None:
     values = yaml.safe_load((root / "charts/evergrad/values.yaml").read_text("utf-8"))
     assert values["metrics"]["rules"]["thresholds"] == THRESHOLDS
     assert {key for alert in ALERTS for key in alert.thresholds} == set(THRESHOLDS)
 
 
-def test_prometheus_takes_all_rules_and_every_query(
+def test_prometheus_accepts_all_rules_and_queries(
     promtool: str, rules: dict[str, Any], queries: tuple[Query, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
@@ -628,7 +628,7 @@ def case(
     }
 
 
-def test_each_alert_fires_where_it_should_under_the_name_of_its_run_and_is_silent_elsewhere(
+def test_each_alert_fires_for_its_run_and_no_other(
     promtool: str, rules: dict[str, Any], tmp_path: Path
 ) -> None:
     tests = []
@@ -650,7 +650,7 @@ def test_each_alert_fires_where_it_should_under_the_name_of_its_run_and_is_silen
     check_rules(promtool, tmp_path, rules, tests)
 
 
-def test_no_alert_fires_where_all_is_well_though_it_may_look_otherwise(
+def test_no_alert_fires_in_healthy_states_that_resemble_failures(
     promtool: str, rules: dict[str, Any], tmp_path: Path
 ) -> None:
     tests = []
@@ -661,7 +661,7 @@ def test_no_alert_fires_where_all_is_well_though_it_may_look_otherwise(
     check_rules(promtool, tmp_path, rules, tests)
 
 
-def test_an_alert_fires_in_each_of_the_ways_in_which_things_go_wrong(
+def test_an_alert_fires_for_each_kind_of_failure(
     promtool: str, rules: dict[str, Any], tmp_path: Path
 ) -> None:
     tests = []
@@ -671,7 +671,7 @@ def test_an_alert_fires_in_each_of_the_ways_in_which_things_go_wrong(
     check_rules(promtool, tmp_path, rules, tests)
 
 
-def test_rules_of_a_release_are_about_the_namespaces_that_it_serves(
+def test_the_rules_of_a_release_cover_the_namespaces_that_it_serves(
     promtool: str, tmp_path: Path
 ) -> None:
     if toolbox.missing(("helm",)):
@@ -693,7 +693,7 @@ def test_rules_of_a_release_are_about_the_namespaces_that_it_serves(
     check_rules(promtool, tmp_path, rule["spec"], tests)
 
 
-def test_more_than_five_replacements_are_at_least_six(
+def test_more_than_five_replacements_means_at_least_six_despite_extrapolation(
     promtool: str, rules: dict[str, Any], tmp_path: Path
 ) -> None:
     # Samples that do not lie on the window's ends: what lies between is estimated, as 5.06 for 5.
@@ -709,7 +709,7 @@ def test_more_than_five_replacements_are_at_least_six(
     check_rules(promtool, tmp_path, rules, tests)
 
 
-def test_the_cost_of_teams_is_that_of_the_pages_example(
+def test_the_cost_of_teams_matches_the_example_of_the_page(
     promtool: str, queries: tuple[Query, ...], tmp_path: Path
 ) -> None:
     by_comment = {query.where.partition(": ")[2]: query.expression for query in queries}
@@ -765,7 +765,7 @@ def test_the_cost_of_teams_is_that_of_the_pages_example(
     assert "SUCCESS" in check(promtool, "test", "rules", tmp_path / "teams.yaml")
 
 
-def test_an_alert_that_is_disabled_is_not_rendered_and_a_threshold_is_a_value() -> None:
+def test_a_disabled_alert_is_not_rendered_and_a_threshold_is_a_value() -> None:
     if toolbox.missing(("helm",)):
         pytest.skip("helm is not built. make chart-lint builds it, with Go.")
     chosen = {"disabled": ["TrainingRunFailed"], "thresholds": {"stalledSeconds": 77}}
@@ -779,14 +779,16 @@ def test_an_alert_that_is_disabled_is_not_rendered_and_a_threshold_is_a_value() 
     assert by_name["TrainingRunNotStarting"]["for"] == "1800s"
 
 
-def test_without_metrics_nothing_of_prometheus_operator_is_rendered() -> None:
+def test_without_metrics_no_object_of_prometheus_operator_is_rendered() -> None:
     if toolbox.missing(("helm",)):
         pytest.skip("helm is not built. make chart-lint builds it, with Go.")
     kinds = {one["kind"] for one in chart.render({})}
     assert not kinds & {"PodMonitor", "ServiceMonitor", "PrometheusRule"}
 
 
-def test_monitors_find_what_the_operator_makes(objects: list[dict[str, Any]]) -> None:
+def test_monitors_select_the_objects_that_the_operator_creates(
+    objects: list[dict[str, Any]],
+) -> None:
     (pods,) = (one for one in objects if one["kind"] == "PodMonitor")
     (service,) = (one for one in objects if one["kind"] == "ServiceMonitor")
     assert pods["metadata"]["labels"]["release"] == "stack"
@@ -826,7 +828,7 @@ def test_each_dashboard_is_a_config_map_that_the_sidecar_finds(
 
 
 @pytest.mark.parametrize("uid", DASHBOARDS)
-def test_a_dashboard_keeps_the_rules_of_grafanas_linter(uid: str) -> None:
+def test_dashboards_satisfy_the_grafana_linter(uid: str) -> None:
     board = json.loads(DASHBOARDS[uid])
     assert board["uid"] == uid and len(uid) <= 40
     assert board["editable"] is False
@@ -843,7 +845,7 @@ def test_a_dashboard_keeps_the_rules_of_grafanas_linter(uid: str) -> None:
     assert len(set(names)) == len(names)
 
 
-def test_panels_keep_the_rules_of_grafanas_linter() -> None:
+def test_panels_satisfy_the_grafana_linter() -> None:
     for uid, panel in panels():
         where = f"{uid}: {panel['title']}"
         assert panel["title"] and panel["description"].endswith("."), where
@@ -855,7 +857,7 @@ def test_panels_keep_the_rules_of_grafanas_linter() -> None:
             assert target["datasource"]["uid"] == "${datasource}", where
 
 
-def test_counters_stand_under_a_rate_and_none_has_a_window_of_its_own_by_accident(
+def test_counters_are_queried_under_a_rate_with_a_common_window(
     queries: tuple[Query, ...],
 ) -> None:
     for query in queries:
@@ -872,7 +874,7 @@ def test_counters_stand_under_a_rate_and_none_has_a_window_of_its_own_by_acciden
         assert windows <= {"$__rate_interval", "$__range", "1h", "10m", "1m"}, query.where
 
 
-def test_a_metric_is_asked_for_by_labels_that_it_has() -> None:
+def test_a_metric_is_queried_by_labels_that_it_has() -> None:
     assert (
         metric("loss", 'split="train", run="x"') == 'evergrad_loss{split="train", run="x"}'
     )
@@ -883,7 +885,7 @@ def test_a_metric_is_asked_for_by_labels_that_it_has() -> None:
             metric("loss", selector)
 
 
-def test_every_query_names_metrics_and_labels_that_are_there(
+def test_every_query_uses_existing_metrics_and_labels(
     queries: tuple[Query, ...],
 ) -> None:
     suffixes = {"histogram": ("_bucket", "_sum", "_count")}
@@ -911,7 +913,7 @@ def test_every_query_names_metrics_and_labels_that_are_there(
         assert labels <= there, f"{query.where}: {labels - there}"
 
 
-def test_all_promql_of_the_pages_is_in_blocks_that_are_collected(
+def test_all_promql_on_the_pages_is_in_blocks_that_are_collected(
     root: Path, queries: tuple[Query, ...]
 ) -> None:
     collected = {query.expression for query in queries}
@@ -921,7 +923,7 @@ def test_all_promql_of_the_pages_is_in_blocks_that_are_collected(
         assert inline <= collected, page
 
 
-def test_no_query_of_a_dashboard_names_a_namespace_or_a_run(
+def test_no_dashboard_query_contains_a_fixed_namespace_or_run(
     queries: tuple[Query, ...],
 ) -> None:
     for query in queries:
@@ -946,7 +948,7 @@ def test_a_variable_without_a_value_and_a_query_without_a_comment_are_refused(
         collect_queries(tmp_path)
 
 
-def test_a_gap_is_no_line_and_marks_show_where_processes_and_pods_were_replaced() -> None:
+def test_gaps_are_not_joined_and_annotations_mark_replaced_processes_and_pods() -> None:
     for uid, panel in panels():
         if panel["type"] == "timeseries":
             assert panel["fieldConfig"]["defaults"]["custom"]["spanNulls"] is False, uid
@@ -981,7 +983,7 @@ def bound_of(expression: str, legend: str) -> float:
     return math.prod(LEGENDS.get(label, math.inf) for label in labels)
 
 
-def test_no_legend_of_a_panel_has_more_than_twenty_series() -> None:
+def test_no_panel_legend_has_more_than_twenty_series() -> None:
     for uid, panel in panels():
         if panel["type"] not in ("timeseries", "state-timeline"):
             continue
@@ -992,14 +994,14 @@ def test_no_legend_of_a_panel_has_more_than_twenty_series() -> None:
         assert sum(bounds.values()) <= 20, f"{uid}: {panel['title']}: {bounds}"
 
 
-def test_a_query_without_a_bound_is_found() -> None:
+def test_a_query_without_a_bound_is_detected() -> None:
     assert bound_of("max(x)", "x") == 1
     assert bound_of("sum by (cause) (x)", "{{cause}}") == len(CHANGES)
     assert bound_of("sum by (dataset) (x)", "{{dataset}}") == math.inf
     assert bound_of("topk(10, sum by (dataset) (x))", "{{dataset}}") == 10
 
 
-def test_every_query_of_a_dashboard_names_whose_series_it_is_about(
+def test_every_dashboard_query_selects_by_installation_and_run(
     queries: tuple[Query, ...],
 ) -> None:
     """Two installations, or two runs of one name, would be added up otherwise."""

@@ -56,7 +56,7 @@ class Operator:
         return self.previous if previous else self.log
 
 
-def test_an_operator_that_stays_well_shows_nothing(watching: Any) -> None:
+def test_a_healthy_operator_shows_nothing(watching: Any) -> None:
     operator = Operator()
     watch = watching.OperatorWatch(operator)
     watch.look()
@@ -64,7 +64,7 @@ def test_an_operator_that_stays_well_shows_nothing(watching: Any) -> None:
     assert watch.look() == watching.Found([], [])
 
 
-def test_a_restarted_container_is_seen_with_the_last_words_of_its_former_life(
+def test_a_restarted_container_is_detected_with_its_last_log_lines(
     watching: Any,
 ) -> None:
     operator = Operator()
@@ -78,7 +78,7 @@ def test_a_restarted_container_is_seen_with_the_last_words_of_its_former_life(
     assert watch.look() == watching.Found([], []), "an end is reported once"
 
 
-def test_a_replaced_pod_is_an_end_unless_the_test_declares_it(watching: Any) -> None:
+def test_a_replaced_pod_is_a_failure_unless_the_test_declares_it(watching: Any) -> None:
     operator = Operator()
     watch = watching.OperatorWatch(operator)
     watch.look()
@@ -88,7 +88,7 @@ def test_a_replaced_pod_is_an_end_unless_the_test_declares_it(watching: Any) -> 
     assert found.without([], may_end=True) == []
 
 
-def test_only_errors_that_a_test_names_are_expected_and_each_is_judged_with_its_traceback(
+def test_only_errors_that_a_test_names_are_expected_and_each_is_matched_with_its_traceback(
     watching: Any,
 ) -> None:
     operator = Operator()
@@ -104,7 +104,7 @@ def test_only_errors_that_a_test_names_are_expected_and_each_is_judged_with_its_
     assert found.without([], may_end=True) == [AWAY.strip(), DEFECT.strip()]
 
 
-def test_errors_of_an_earlier_test_are_not_seen_again_and_a_rotated_log_is_read_whole(
+def test_errors_of_an_earlier_test_are_not_reported_again_and_a_rotated_log_is_read_completely(
     watching: Any,
 ) -> None:
     operator = Operator()

@@ -24,13 +24,13 @@ def pictures(root: Path) -> ModuleType:
     return module
 
 
-def test_the_pictures_are_what_the_records_show(root: Path) -> None:
+def test_the_pictures_match_the_records(root: Path) -> None:
     script = [sys.executable, str(root / "tools/docs/pictures.py"), "--check"]
     result = subprocess.run(script, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, "")
 
 
-def test_a_changed_record_makes_another_picture(pictures: ModuleType) -> None:
+def test_a_changed_record_gives_another_picture(pictures: ModuleType) -> None:
     samples = {
         part: {"samples": {"node_kill": [{"seconds": 2.0}, {"seconds": 4.0}]}}
         for part, _, _ in pictures.PARTS
@@ -42,7 +42,7 @@ def test_a_changed_record_makes_another_picture(pictures: ModuleType) -> None:
     assert drawn != pictures.draw_recovery(samples)
 
 
-def test_a_picture_of_a_terminal_shows_the_section_on_the_kill_and_no_more(
+def test_a_terminal_picture_shows_only_the_section_with_the_kill(
     pictures: ModuleType,
 ) -> None:
     page = (
@@ -57,7 +57,7 @@ def test_a_picture_of_a_terminal_shows_the_section_on_the_kill_and_no_more(
     assert texts == ["$ kubectl get <pods>", "NAME  READY"]
 
 
-def test_the_figures_in_the_readmes_promise_are_the_medians_of_the_benchmark(
+def test_the_figures_in_the_readme_match_the_medians_of_the_benchmark(
     root: Path, pictures: ModuleType
 ) -> None:
     promise = (root / "README.md").read_text("utf-8").split("![", 1)[0]

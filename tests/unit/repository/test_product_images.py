@@ -21,7 +21,7 @@ def commit(tree: Path, message: str) -> str:
     return shown.strip()
 
 
-def test_the_revision_of_a_tree_is_its_commit_and_says_whether_the_tree_differs_from_it(
+def test_the_revision_of_a_tree_is_its_commit_with_a_mark_if_the_tree_differs(
     tmp_path: Path,
 ) -> None:
     tree = tmp_path / "tree"
@@ -41,7 +41,7 @@ def test_the_revision_of_a_tree_is_its_commit_and_says_whether_the_tree_differs_
     assert find_revision(tree) == f"{second}-dirty"
 
 
-def test_without_git_no_revision_is_known(
+def test_without_git_the_revision_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -70,7 +70,7 @@ def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return commands
 
 
-def test_an_image_that_names_another_commit_is_built_again_only_where_the_commit_is_asked_for(
+def test_an_image_of_another_commit_is_rebuilt_only_if_the_commit_is_requested(
     builds: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
@@ -92,9 +92,7 @@ def test_an_image_that_names_another_commit_is_built_again_only_where_the_commit
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_no_layer_of_an_image_stands_above_the_commit_that_it_names(
-    root: Path, target: str
-) -> None:
+def test_image_layers_precede_the_commit_argument(root: Path, target: str) -> None:
     stage = (root / "Dockerfile").read_text().partition(f" AS {target}\n")[2]
     stage = stage.partition("\nFROM ")[0]
     _, found, above = stage.partition("\nARG REVISION=unknown\n")

@@ -17,7 +17,7 @@ def write_documents(root: Path, path: Path) -> str:
     ).stdout
 
 
-def test_the_documents_are_one_topic_a_line_in_a_fixed_order(
+def test_the_documents_have_one_topic_per_line_in_a_fixed_order(
     root: Path, tmp_path: Path
 ) -> None:
     said = write_documents(root, tmp_path / "documents.jsonl")
@@ -32,7 +32,7 @@ def test_the_documents_are_one_topic_a_line_in_a_fixed_order(
     assert f"{len(topics)} documents" in said
 
 
-def test_writing_the_documents_twice_gives_the_same_bytes_and_leaves_nothing_else(
+def test_writing_the_documents_twice_gives_the_same_bytes_and_no_other_file(
     root: Path, tmp_path: Path
 ) -> None:
     write_documents(root, tmp_path / "a.jsonl")
@@ -41,7 +41,9 @@ def test_writing_the_documents_twice_gives_the_same_bytes_and_leaves_nothing_els
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
 
 
-def test_the_examples_manifest_is_valid_and_evaluates_when_it_saves(root: Path) -> None:
+def test_the_manifest_of_the_example_is_valid_and_evaluates_at_each_save(
+    root: Path,
+) -> None:
     document = yaml.safe_load(
         (root / "examples" / "pydoc" / "trainingrun.yaml").read_text()
     )

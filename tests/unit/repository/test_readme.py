@@ -27,7 +27,7 @@ def test_the_readme_shows_a_run() -> None:
 
 
 @pytest.mark.parametrize("block", MANIFESTS)
-def test_each_run_that_a_page_shows_in_full_is_valid(block: str, tmp_path: Path) -> None:
+def test_each_complete_run_on_a_page_is_valid(block: str, tmp_path: Path) -> None:
     file = tmp_path / "shown.yaml"
     file.write_text(block, "utf-8")
     load_manifest(file)

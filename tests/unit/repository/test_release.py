@@ -66,7 +66,7 @@ def made(release: Release, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_release_holds_wheels_chart_bills_and_checksums_that_hold(made: Path) -> None:
+def test_a_release_contains_wheels_chart_sboms_and_valid_checksums(made: Path) -> None:
     assert {file.name for file in made.iterdir()} == {*WHEELS, *BILLS, CHART, "SHA256SUMS"}
     lines = (made / "SHA256SUMS").read_text().splitlines()
     told = {name: digest for digest, name in (line.split("  ") for line in lines)}
@@ -81,7 +81,7 @@ def test_a_release_holds_wheels_chart_bills_and_checksums_that_hold(made: Path) 
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_make_a_release_whose_sums_hold(made: Path) -> None:
+def test_the_commands_of_the_page_make_a_release_with_valid_checksums(made: Path) -> None:
     _, make, check = read_commands("docs/project/releasing.md")
     # The fixture has run this command, with options for another folder and the places of publication.
     assert make == "make release RELEASE=--without-images"
@@ -90,7 +90,7 @@ def test_the_commands_of_the_page_make_a_release_whose_sums_hold(made: Path) -> 
 
 
 @pytest.mark.slow
-def test_the_same_commit_gives_the_same_bytes_under_another_umask_and_in_another_time_zone(
+def test_the_same_commit_gives_the_same_bytes_with_another_umask_and_time_zone(
     made: Path, release: Release, tmp_path: Path
 ) -> None:
     done = release(
@@ -105,7 +105,7 @@ def test_the_same_commit_gives_the_same_bytes_under_another_umask_and_in_another
 
 
 @pytest.mark.slow
-def test_the_packed_chart_names_the_registry_and_the_sources_and_leaves_its_tests_out(
+def test_the_packed_chart_names_registry_and_sources_and_excludes_its_tests(
     made: Path,
 ) -> None:
     with tarfile.open(made / CHART) as archive:
@@ -138,7 +138,7 @@ def test_the_packed_chart_names_the_registry_and_the_sources_and_leaves_its_test
     ("image", "lock", "asks"),
     [("operator", "operator.txt", "kopf"), ("trainer", "trainer.txt", "transformers")],
 )
-def test_a_bill_lists_every_locked_release_with_its_hashes_and_who_needs_it(
+def test_an_sbom_lists_every_locked_release_with_its_hashes_and_dependents(
     made: Path, root: Path, image: str, lock: str, asks: str
 ) -> None:
     bill = json.loads((made / f"evergrad-{image}-{VERSION}.cdx.json").read_text())
@@ -162,7 +162,7 @@ def test_a_bill_lists_every_locked_release_with_its_hashes_and_who_needs_it(
     assert components[own]["licenses"] == [{"license": {"id": "Apache-2.0"}}]
 
 
-def test_a_folder_that_holds_something_else_is_never_written_anew(
+def test_a_folder_with_other_files_is_never_overwritten(
     release: Release, tmp_path: Path
 ) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")

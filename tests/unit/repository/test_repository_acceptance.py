@@ -30,7 +30,7 @@ def carried(*cells: str) -> dict[str, list[object]]:
 BOTH = ("8d-1a:sft", "8d-1a:latent_edit")
 
 
-def test_a_row_whose_cells_all_have_tests_is_sound() -> None:
+def test_a_row_whose_cells_all_have_tests_is_valid() -> None:
     assert acceptance.check([row()], carried(*BOTH)) == []
     every = row(recipes="all", note="")
     cells = [f"8d-1a:{name}" for name in acceptance.RECIPES]
@@ -65,19 +65,19 @@ def test_a_row_whose_cells_all_have_tests_is_sound() -> None:
         ),
     ],
 )
-def test_an_unsound_row_is_named(
+def test_an_invalid_row_is_reported(
     changes: dict[str, object], cells: tuple[str, ...], problem: str
 ) -> None:
     found = acceptance.check([row(**changes)], carried(*cells))
     assert found[0].startswith(problem)
 
 
-def test_an_id_stands_once() -> None:
+def test_an_id_is_unique() -> None:
     found = acceptance.check([row()] * 2, carried(*BOTH))
     assert found == ["8d-1a: stands 2 times in the table. Give each row an id of its own."]
 
 
-def test_cells_that_functions_and_modules_carry_are_found(tmp_path: Path) -> None:
+def test_cells_of_functions_and_modules_are_found(tmp_path: Path) -> None:
     folder = tmp_path / "tests"
     folder.mkdir()
     (folder / "test_one.py").write_text(

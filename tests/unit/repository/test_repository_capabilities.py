@@ -6,7 +6,7 @@ import pytest
 from evidence import capabilities
 
 
-def test_each_row_that_works_has_a_test_and_names_only_things_that_exist() -> None:
+def test_each_working_row_has_a_test_and_refers_to_existing_things_only() -> None:
     tests = capabilities.find_tests(capabilities.ROOT / "tests")
     assert capabilities.check(capabilities.read_rows(capabilities.DATA), tests) == []
 
@@ -24,7 +24,7 @@ def test_each_row_that_works_has_a_test_and_names_only_things_that_exist() -> No
         "evergrad_step",
     ],
 )
-def test_a_name_that_exists_has_no_fault(name: str) -> None:
+def test_an_existing_name_has_no_fault(name: str) -> None:
     assert capabilities.find_fault(name) is None
 
 
@@ -41,11 +41,11 @@ def test_a_name_that_exists_has_no_fault(name: str) -> None:
         ("evergrad_steps_of_nothing", "the catalogue has no such metric"),
     ],
 )
-def test_a_name_that_does_not_exist_is_a_fault(name: str, fault: str) -> None:
+def test_a_missing_name_is_a_fault(name: str, fault: str) -> None:
     assert capabilities.find_fault(name) == fault
 
 
-def test_a_command_that_does_not_exist_is_a_fault() -> None:
+def test_a_missing_command_is_a_fault() -> None:
     fault = capabilities.find_fault("evergrad train")
     assert fault.startswith("there is no such command. Known: run, node")
 
@@ -72,18 +72,18 @@ def row(**changes: object) -> object:
         ({"where": ("spec.nowhere",)}, "G-1: spec.nowhere: the file has no such field"),
     ],
 )
-def test_an_unsound_row_is_named(changes: dict[str, object], problem: str) -> None:
+def test_an_invalid_row_is_reported(changes: dict[str, object], problem: str) -> None:
     tests = {"G-1": [capabilities.ShowingTest("tests/x.py", "test_x")]}
     [found] = capabilities.check([row(**changes)], tests)
     assert found.startswith(problem)
 
 
-def test_a_row_that_no_test_shows_does_not_work() -> None:
+def test_a_row_without_a_test_does_not_work() -> None:
     [found] = capabilities.check([row()], {})
     assert found == "G-1: works, but no test carries it. Mark the test that shows it."
 
 
-def test_an_id_stands_once_and_a_marker_names_a_row() -> None:
+def test_an_id_is_unique_and_a_marker_names_a_row() -> None:
     tests = {
         "G-1": [capabilities.ShowingTest("tests/x.py", "test_x")],
         "G-2": [capabilities.ShowingTest("tests/x.py", "test_y")],

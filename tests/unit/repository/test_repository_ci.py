@@ -13,7 +13,7 @@ from bed.requirements import COMMANDS, PLUGINS
 CI = Path(__file__).resolve().parents[3] / ".ci/run"
 
 
-def test_ci_installs_all_that_the_bed_needs() -> None:
+def test_ci_installs_everything_that_the_test_bed_needs() -> None:
     text = CI.read_text("utf-8")
     assert [
         f"{command}:{package}"
@@ -36,7 +36,7 @@ def scripts_of(workflow: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
-def test_a_workflow_runs_sound_scripts_and_targets_of_make_that_exist(file: Path) -> None:
+def test_a_workflow_runs_valid_scripts_and_existing_make_targets(file: Path) -> None:
     makefile = (CI.parents[1] / "Makefile").read_text("utf-8")
     targets = set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
     scripts = scripts_of(yaml.safe_load(file.read_text("utf-8")))
@@ -49,7 +49,7 @@ def test_a_workflow_runs_sound_scripts_and_targets_of_make_that_exist(file: Path
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
-def test_a_workflow_may_read_the_sources_and_only_a_reviewed_job_may_more(
+def test_a_workflow_may_only_read_the_sources_except_for_reviewed_jobs(
     file: Path,
 ) -> None:
     workflow = yaml.safe_load(file.read_text("utf-8"))

@@ -40,7 +40,9 @@ def test_operator_is_a_plain_folder_that_python_never_imports(root: Path) -> Non
     assert not list((root / "operator").glob("__*__.py"))
 
 
-def test_the_standard_librarys_operator_is_found_from_the_root(root: Path) -> None:
+def test_the_operator_module_of_the_standard_library_is_found_from_the_root(
+    root: Path,
+) -> None:
     # Without PYTHONSAFEPATH, as somebody who knows nothing of it would start Python: the root is on the
     # import path.
     code = "import collections, operator; operator.itemgetter(0); print(operator.__file__)"
@@ -84,7 +86,7 @@ def test_every_relative_link_in_a_markdown_file_resolves(texts: dict[Path, str])
     assert broken == []
 
 
-def test_no_file_names_a_path_of_a_machine_or_the_host_of_a_package_index(
+def test_no_file_contains_a_local_path_or_the_host_of_a_package_index(
     texts: dict[Path, str], root: Path
 ) -> None:
     # Written so that this file does not match itself. A made-up home in a test is nobody's machine.
@@ -112,7 +114,7 @@ def test_no_tracked_file_is_large(tracked: list[Path], root: Path) -> None:
     ] == []
 
 
-def test_common_and_coordinator_import_the_standard_library_and_each_other_only(
+def test_common_and_coordinator_import_only_the_standard_library_and_each_other(
     texts: dict[Path, str], root: Path
 ) -> None:
     foreign = []
@@ -132,7 +134,7 @@ def test_common_and_coordinator_import_the_standard_library_and_each_other_only(
     assert foreign == []
 
 
-def test_nothing_of_the_product_reads_or_writes_pickles(
+def test_the_product_neither_reads_nor_writes_pickles(
     texts: dict[Path, str], root: Path
 ) -> None:
     hits = []
@@ -160,7 +162,7 @@ def test_nothing_of_the_product_reads_or_writes_pickles(
     assert hits == []
 
 
-def test_the_license_is_apache_2_in_full(root: Path) -> None:
+def test_the_license_is_the_full_apache_2(root: Path) -> None:
     text = (root / "LICENSE").read_text()
     assert "Apache License\n                           Version 2.0, January 2004" in text
     assert "9. Accepting Warranty or Additional Liability." in text

@@ -39,7 +39,7 @@ def normalised(name: str) -> str:
 
 
 @pytest.mark.parametrize("lock", LOCKS)
-def test_every_pin_is_exact_and_carries_hashes(
+def test_every_pin_is_exact_and_has_hashes(
     lock: str, root: Path, locks: ModuleType
 ) -> None:
     text = (root / "tools/requirements" / lock).read_text()
@@ -52,7 +52,7 @@ def test_every_pin_is_exact_and_carries_hashes(
     assert not re.search(r"^\s*--(?!hash)|://", text, re.MULTILINE)
 
 
-def test_no_package_stands_in_two_locks_except_torchs_two_builds_and_what_operator_and_trainer_share(
+def test_no_package_is_in_two_locks_except_torch_builds_and_shared_dependencies(
     root: Path, locks: ModuleType
 ) -> None:
     pins = [
@@ -81,7 +81,7 @@ def test_both_builds_of_torch_are_the_same_release(root: Path, locks: ModuleType
     assert locks.hashes(cpu.text).isdisjoint(locks.hashes(index.text))
 
 
-def test_what_only_cuda_needs_stands_apart_and_only_for_linux(
+def test_packages_for_cuda_only_are_locked_separately_and_only_for_linux(
     root: Path, locks: ModuleType
 ) -> None:
     cuda = [
@@ -109,7 +109,7 @@ def test_what_only_cuda_needs_stands_apart_and_only_for_linux(
         ("dev.in", LOCKS),
     ],
 )
-def test_what_an_in_file_names_is_locked(
+def test_everything_named_in_an_in_file_is_locked(
     source: str, own_locks: tuple[str, ...], root: Path, locks: ModuleType
 ) -> None:
     pinned: dict[str, set[str]] = {}
@@ -131,7 +131,7 @@ def test_what_an_in_file_names_is_locked(
         (("operator", "manifest"), "operator.in", ("operator.txt",)),
     ],
 )
-def test_a_package_and_its_in_file_name_the_same_and_the_locks_keep_its_bounds(
+def test_a_package_and_its_in_file_agree_and_the_locks_satisfy_its_bounds(
     folders: tuple[str, ...],
     source: str,
     own_locks: tuple[str, ...],
@@ -166,7 +166,7 @@ def test_a_package_and_its_in_file_name_the_same_and_the_locks_keep_its_bounds(
         assert all(version in wanted.specifier for version in versions), wanted
 
 
-def test_the_trainers_extras_are_locked_within_their_bounds(
+def test_the_extras_of_the_trainer_are_locked_within_their_bounds(
     root: Path, locks: ModuleType
 ) -> None:
     project = tomllib.loads((root / "trainer_image" / "pyproject.toml").read_text())[
@@ -218,7 +218,7 @@ torch==2.13.0 \\
 """.format(a="a" * 64, b="b" * 64)
 
 
-def test_one_resolution_is_cut_into_four_files_without_losing_a_pin(
+def test_one_resolution_is_split_into_four_files_without_losing_a_pin(
     locks: ModuleType,
 ) -> None:
     parts = locks.split_lock(locks.parse_lock(LOCK))
@@ -241,7 +241,7 @@ def wheel_name(version: str, *, python: str | None = None) -> str:
     return f"torch-{version}+cpu-{tag}-{tag}-{system}_{platform.machine()}.whl"
 
 
-def test_a_folder_with_a_fitting_cpu_build_is_offered_to_pip(
+def test_a_folder_with_a_matching_cpu_build_is_offered_to_pip(
     tmp_path: Path, locks: ModuleType
 ) -> None:
     (tmp_path / wheel_name("2.13.0")).touch()
@@ -258,7 +258,7 @@ def test_a_folder_with_a_fitting_cpu_build_is_offered_to_pip(
         "torch-2.13.0+cpu-cp311-cp311-linux_s390x.whl",
     ],
 )
-def test_a_cpu_build_of_another_release_python_or_machine_is_left_alone_and_said(
+def test_a_cpu_build_for_another_release_python_or_machine_is_ignored_with_a_message(
     name: str, tmp_path: Path, locks: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / name).touch()
@@ -267,13 +267,13 @@ def test_a_cpu_build_of_another_release_python_or_machine_is_left_alone_and_said
     assert "holds no CPU build of torch 2.13.0 for this Python" in capsys.readouterr().out
 
 
-def test_a_cpu_build_that_is_installed_already_stays(locks: ModuleType) -> None:
+def test_an_installed_cpu_build_is_kept(locks: ModuleType) -> None:
     chosen = locks.choose_torch(
         None, locked_version="2.13.0", installed_version="2.13.0+cpu"
     )
     assert [Path(one).name for one in chosen] == ["-r", "torch-cpu.txt"]
 
 
-def test_without_a_folder_the_indexs_build_is_taken(locks: ModuleType) -> None:
+def test_without_a_folder_the_build_of_the_index_is_used(locks: ModuleType) -> None:
     chosen = locks.choose_torch(None, locked_version="2.13.0", installed_version=None)
     assert [Path(one).name for one in chosen] == ["-r", "torch.txt"]

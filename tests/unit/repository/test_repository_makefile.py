@@ -27,7 +27,7 @@ def make(root: Path, *arguments: str) -> str:
     ).stdout
 
 
-def test_help_lists_every_target_with_its_duty(root: Path) -> None:
+def test_help_lists_every_target_with_its_description(root: Path) -> None:
     shown = dict(re.findall(r"^  ([\w-]+) +(\S.*)$", make(root, "help"), re.MULTILINE))
     declared = re.search(r"^\.PHONY: (.*)$", (root / "Makefile").read_text(), re.MULTILINE)
     assert declared is not None
@@ -35,7 +35,7 @@ def test_help_lists_every_target_with_its_duty(root: Path) -> None:
     assert set(shown) >= TARGETS
 
 
-def test_make_alone_shows_the_help(root: Path) -> None:
+def test_make_without_a_target_shows_the_help(root: Path) -> None:
     assert make(root) == make(root, "help")
 
 
@@ -55,7 +55,7 @@ def test_make_alone_shows_the_help(root: Path) -> None:
         ("test", [" test-e2e", "-m pytest"]),
     ],
 )
-def test_verify_checks_generated_files_lint_types_directions_and_tests_in_this_order(
+def test_verify_checks_generated_files_lint_types_imports_and_tests_in_this_order(
     root: Path, target: str, steps: list[str]
 ) -> None:
     plan = make(root, "--dry-run", target)
@@ -69,7 +69,7 @@ def test_python_started_by_make_never_has_the_root_on_its_import_path(root: Path
     )
 
 
-def test_ci_runs_verify_and_is_a_sound_script(root: Path) -> None:
+def test_ci_runs_verify_and_is_a_valid_script(root: Path) -> None:
     script = root / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert "\nset -euo pipefail\n" in script.read_text()

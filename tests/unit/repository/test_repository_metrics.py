@@ -38,7 +38,7 @@ def test_every_metric_of_the_operator_is_in_the_reference_with_its_type(root: Pa
     )
 
 
-def test_the_revision_goes_from_the_build_to_the_metric(root: Path) -> None:
+def test_the_revision_is_passed_from_the_build_to_the_metric(root: Path) -> None:
     dockerfile = (root / "Dockerfile").read_text()
     operator = dockerfile.partition(" AS operator\n")[2].partition("\nFROM ")[0]
     assert "ARG REVISION=unknown\n" in operator

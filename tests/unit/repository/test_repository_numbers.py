@@ -59,7 +59,7 @@ def test_a_private_function_counts_as_called_once_by_its_name_in_its_own_module(
     assert readability.find_private_called_once(MODULE + "_two()\n") == []
 
 
-def test_the_product_is_every_folder_with_a_description_of_its_package(
+def test_the_product_is_every_folder_with_a_package_description(
     readability: ModuleType,
 ) -> None:
     names = [
@@ -83,7 +83,7 @@ def test_a_trend_shows_each_number_then_and_now(readability: ModuleType) -> None
     assert "| longest function | 1 one | 1 one |  |" in lines
 
 
-def test_modules_that_import_each_other_are_found(readability: ModuleType) -> None:
+def test_import_cycles_are_found(readability: ModuleType) -> None:
     texts = {
         "x/p/a.py": "from p import b",
         "x/p/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import p.c",
@@ -93,7 +93,7 @@ def test_modules_that_import_each_other_are_found(readability: ModuleType) -> No
     assert readability.find_circles(texts) == [["p.a", "p.b", "p.c"]]
 
 
-def test_no_modules_of_the_product_import_each_other(
+def test_the_product_has_no_import_cycles(
     readability: ModuleType, product: dict[str, str]
 ) -> None:
     assert len(product) > 200

@@ -21,7 +21,9 @@ _WALKS = {
 
 
 @pytest.mark.parametrize("title", _WALKS)
-def test_each_file_of_a_walk_exists_and_defines_what_is_called_in_it(title: str) -> None:
+def test_each_file_of_a_walkthrough_exists_and_defines_the_named_functions(
+    title: str,
+) -> None:
     for file, names in _WALKS[title]:
         defined = {
             node.name

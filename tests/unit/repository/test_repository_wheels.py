@@ -76,7 +76,7 @@ def requirements(archive: zipfile.ZipFile) -> list[str]:
 
 
 @pytest.mark.parametrize(("folder", "package"), PACKAGES.items())
-def test_a_wheel_holds_its_package_and_nothing_else(
+def test_a_wheel_contains_only_its_package(
     folder: str, package: str, root: Path, wheel: Callable[[str], zipfile.ZipFile]
 ) -> None:
     with wheel(folder) as archive:
@@ -96,7 +96,7 @@ def test_a_wheel_holds_its_package_and_nothing_else(
         assert f"{one}/py.typed" in names
 
 
-def test_the_operators_wheel_asks_for_coordinator_and_manifest_and_never_for_torch(
+def test_the_operator_wheel_requires_coordinator_and_manifest_and_never_torch(
     wheel: Callable[[str], zipfile.ZipFile],
 ) -> None:
     with wheel("operator") as archive:
@@ -115,7 +115,7 @@ def test_the_operators_wheel_asks_for_coordinator_and_manifest_and_never_for_tor
     assert f"evergrad-coordinator=={read_version()}" in asked
 
 
-def test_the_coordinators_wheel_asks_for_common_and_common_for_nothing(
+def test_the_coordinator_wheel_requires_common_and_common_requires_nothing(
     wheel: Callable[[str], zipfile.ZipFile],
 ) -> None:
     with wheel("coordinator") as archive:
@@ -124,7 +124,7 @@ def test_the_coordinators_wheel_asks_for_common_and_common_for_nothing(
         assert requirements(archive) == []
 
 
-def test_the_trainers_wheel_carries_its_data_files_and_its_commands(
+def test_the_trainer_wheel_has_its_data_files_and_its_commands(
     root: Path, wheel: Callable[[str], zipfile.ZipFile]
 ) -> None:
     package = root / "trainer_image"
@@ -142,7 +142,7 @@ def test_the_trainers_wheel_carries_its_data_files_and_its_commands(
         assert "run = evergrad_trainer.commands.run" in archive.read(entry_points).decode()
 
 
-def test_the_command_lines_wheel_brings_the_command_and_never_asks_for_torch(
+def test_the_cli_wheel_provides_the_command_and_never_requires_torch(
     wheel: Callable[[str], zipfile.ZipFile],
 ) -> None:
     with wheel("cli") as archive:
@@ -156,7 +156,7 @@ def test_the_command_lines_wheel_brings_the_command_and_never_asks_for_torch(
     ] == []
 
 
-def test_all_five_carry_the_same_version_and_licence(root: Path) -> None:
+def test_all_five_packages_have_the_same_version_and_licence(root: Path) -> None:
     projects = [
         tomllib.loads((root / folder / "pyproject.toml").read_text())["project"]
         for folder in PACKAGES

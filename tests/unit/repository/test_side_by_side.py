@@ -20,7 +20,7 @@ def python(code: str) -> str:
 @pytest.mark.parametrize(
     ("front", "behind", "code"), [(0, 0, 0), (3, 0, 1), (0, 3, 1), (3, 4, 1)]
 )
-def test_it_fails_if_either_fails_and_shows_what_both_say(
+def test_the_exit_code_is_1_if_either_command_fails_and_both_outputs_are_shown(
     front: int, behind: int, code: int
 ) -> None:
     commands = (
@@ -42,7 +42,7 @@ def test_it_fails_if_either_fails_and_shows_what_both_say(
 @pytest.mark.parametrize(
     "shell", ["", "trap '' INT; "], ids=["in front", "in the background"]
 )
-def test_a_signal_interrupts_both_waits_for_their_clean_up_and_shows_what_was_said(
+def test_a_signal_interrupts_both_commands_waits_for_cleanup_and_shows_the_output(
     tmp_path: Path, number: signal.Signals, shell: str
 ) -> None:
     """Also where the shell has SIGINT ignored, as it has for what runs in the background."""

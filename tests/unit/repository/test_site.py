@@ -65,7 +65,7 @@ def test_the_index_links_to_every_page_of_the_docs(root: Path, hooks: ModuleType
     assert missing == []
 
 
-def test_files_that_a_page_links_to_are_found_and_pages_and_addresses_are_not(
+def test_linked_files_of_a_page_are_found_and_pages_and_urls_are_not(
     root: Path, hooks: ModuleType
 ) -> None:
     found = hooks.find_linked_files(root / "README.md")
@@ -81,7 +81,7 @@ def test_files_that_a_page_links_to_are_found_and_pages_and_addresses_are_not(
         '<link rel="stylesheet" href="https://fonts.example.com/a.css">',
     ],
 )
-def test_what_would_load_from_another_host_is_found(hooks: ModuleType, html: str) -> None:
+def test_content_from_another_host_is_detected(hooks: ModuleType, html: str) -> None:
     assert len(hooks.find_foreign(f"<p>before</p>{html}")) == 1
 
 
@@ -93,13 +93,13 @@ def test_what_would_load_from_another_host_is_found(hooks: ModuleType, html: str
         '<link rel="canonical" href="https://example.com/">',
     ],
 )
-def test_links_and_the_sites_own_files_load_nothing_from_another_host(
+def test_links_and_own_files_of_the_site_load_nothing_from_another_host(
     hooks: ModuleType, html: str
 ) -> None:
     assert hooks.find_foreign(html) == []
 
 
-def test_the_build_ends_at_a_warning(root: Path) -> None:
+def test_the_build_fails_at_a_warning(root: Path) -> None:
     # With --quiet MkDocs counts no warnings, and --strict has no effect.
     (command,) = [
         line

@@ -51,5 +51,5 @@ def test_the_page_quotes_many_texts() -> None:
 
 
 @pytest.mark.parametrize("text", symptoms())
-def test_each_text_that_the_page_quotes_is_one_of_the_code(text: str, said: str) -> None:
+def test_each_quoted_text_of_the_page_is_in_the_code(text: str, said: str) -> None:
     assert text in said

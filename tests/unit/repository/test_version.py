@@ -12,12 +12,12 @@ import pytest
 import raise_version as version
 
 
-def test_every_place_names_the_same_version(root: Path) -> None:
+def test_every_place_has_the_same_version(root: Path) -> None:
     found = list(version.find_mentions())
     assert {one.version for one in found} == {version.read_version()}, found
 
 
-def test_each_package_is_a_place_and_requires_its_own_version_of_the_others(
+def test_each_package_requires_the_other_packages_in_its_own_version(
     root: Path,
 ) -> None:
     packages = sorted(root.glob("*/pyproject.toml"))
@@ -36,14 +36,12 @@ def test_each_package_is_a_place_and_requires_its_own_version_of_the_others(
 
 
 @pytest.mark.parametrize("place", version.PLACES, ids=lambda place: place.files)
-def test_each_place_has_a_file_that_names_the_version(
-    place: version.Place, root: Path
-) -> None:
+def test_each_place_has_a_file_with_the_version(place: version.Place, root: Path) -> None:
     texts = [(root / name).read_text("utf-8") for name in version.list_files(place)]
     assert any(re.search(place.pattern, text, re.MULTILINE) for text in texts)
 
 
-def test_no_other_file_names_the_version_of_a_package_or_an_image(
+def test_no_other_file_contains_the_version_of_a_package_or_an_image(
     texts: dict[Path, str], root: Path
 ) -> None:
     now = re.escape(version.read_version())
@@ -59,7 +57,7 @@ def test_no_other_file_names_the_version_of_a_package_or_an_image(
     assert {name for name in others - known if not allowed.search(name)} == set()
 
 
-def test_one_command_raises_every_place(root: Path, tmp_path: Path) -> None:
+def test_one_command_raises_the_version_in_every_place(root: Path, tmp_path: Path) -> None:
     for name in {one.file for one in version.find_mentions()}:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(root / name, tmp_path / name)
@@ -74,7 +72,7 @@ def test_one_command_raises_every_place(root: Path, tmp_path: Path) -> None:
     assert version.write_version("9.10.11", tmp_path) == []
 
 
-def test_a_version_of_another_form_is_refused_and_nothing_is_written(root: Path) -> None:
+def test_a_malformed_version_is_refused_and_nothing_is_written(root: Path) -> None:
     program = root / "tools/release/raise_version.py"
     done = subprocess.run(
         [sys.executable, program, "0.3"], capture_output=True, text=True, check=False

@@ -67,7 +67,7 @@ def copy_state(source: Registry, target: Registry) -> None:
     target.load_values(source.values())
 
 
-def test_checkpoints_have_the_names_they_always_had() -> None:
+def test_checkpoint_tensor_names_are_unchanged() -> None:
     registry, _ = build(Small())
     moments = {
         f"optimizer.{name}.{moment}"
@@ -80,14 +80,14 @@ def test_checkpoints_have_the_names_they_always_had() -> None:
     assert registry.values() == {"optimizer": {"step": 0.0}}
 
 
-def test_tied_weights_are_held_once() -> None:
+def test_tied_weights_are_stored_once() -> None:
     model = Small()
     model.head.weight = model.embedding.weight
     tensors = build(model)[0].tensors()
     assert "model.embedding.weight" in tensors and "model.head.weight" not in tensors
 
 
-def test_a_frozen_parameter_is_held_and_has_no_moments() -> None:
+def test_a_frozen_parameter_is_stored_and_has_no_moments() -> None:
     model = Small()
     model.embedding.weight.requires_grad_(False)
     tensors = build(model)[0].tensors()
@@ -106,7 +106,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_state_given_to_another_process_goes_on_bit_for_bit_with_any_optimizer(
+def test_a_state_moved_to_another_process_continues_bit_equal_with_any_optimizer(
     name: str,
 ) -> None:
     model, other = Small(), Small()
@@ -125,7 +125,7 @@ def test_a_state_given_to_another_process_goes_on_bit_for_bit_with_any_optimizer
     )
 
 
-def test_scalars_that_differ_between_parameters_are_kept_apart() -> None:
+def test_scalars_that_differ_between_parameters_are_stored_separately() -> None:
     model = Small()
     registry, optimizer = build(model)
     optimizer.state[model.head.bias]["step"].fill_(7.0)
@@ -140,7 +140,7 @@ def test_scalars_that_differ_between_parameters_are_kept_apart() -> None:
     assert fresh.state_dict()["state"][4]["step"] == 7.0
 
 
-def test_a_reset_gives_the_bits_of_the_beginning() -> None:
+def test_a_reset_gives_the_initial_bits() -> None:
     model = Small()
     registry, optimizer = build(model)
     train(model, optimizer, 3)
@@ -151,7 +151,7 @@ def test_a_reset_gives_the_bits_of_the_beginning() -> None:
     assert registry.values() == expected.values()
 
 
-def test_kept_tensors_are_held_and_reset() -> None:
+def test_kept_tensors_are_stored_and_reset() -> None:
     average = torch.ones(3)
     registry = Registry()
     registry.register(
@@ -165,7 +165,7 @@ def test_kept_tensors_are_held_and_reset() -> None:
     assert average.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_tensors_are_described_as_a_whole_in_the_order_of_their_names() -> None:
+def test_whole_tensors_are_described_in_name_order() -> None:
     specs = build(Small())[0].specs()
     assert [spec.name for spec in specs] == sorted(spec.name for spec in specs)
     assert specs[0] == TensorSpec("model.count", (2,), torch.float32)
@@ -187,7 +187,7 @@ def test_too_many_values_are_refused_by_the_name_of_their_provider() -> None:
         registry.values()
 
 
-def test_a_provider_that_is_new_hears_that_the_state_is_older() -> None:
+def test_a_new_provider_is_notified_that_the_state_is_older() -> None:
     registry = Registry()
     notes = Notes(a=1)
     registry.register("notes", notes)
@@ -195,7 +195,7 @@ def test_a_provider_that_is_new_hears_that_the_state_is_older() -> None:
     assert notes.held == {}
 
 
-def test_values_survive_the_layout_of_a_manifest() -> None:
+def test_values_are_unchanged_by_the_layout_of_a_manifest() -> None:
     values: dict[str, Mapping[str, Any]] = {
         "counters": {"step": 8, "best": None}, "cursor": {"docs": 3}, "description": {"config": {}},
         "optimizer": {"step": 7.0}, "observers": {"slow": {"count": 2}},
@@ -218,7 +218,9 @@ def test_an_older_manifest_gives_adam_the_number_of_updates(
     assert values["optimizer"] == {"step": step} and values["cursor"] == {"docs": 3}
 
 
-def test_what_has_to_be_the_same_is_compared_and_older_states_say_nothing() -> None:
+def test_values_that_must_agree_are_compared_and_missing_ones_in_older_states_are_not() -> (
+    None
+):
     compared: list[object] = []
     agreement = Agreement(value=lambda: {"docs": 3}, check=compared.append)
     agreement.load_values({"docs": 2})

@@ -76,7 +76,7 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize(("failures", "seconds"), [(0, 0), (1, 5), (2, 15), (4, 55)])
-def test_a_save_that_fails_is_made_again_after_pauses_that_grow(
+def test_a_save_that_fails_is_retried_after_growing_pauses(
     naps: list[float], failures: int, seconds: float
 ) -> None:
     """Without them trouble of a second would be as many failures as a run may have."""
@@ -87,7 +87,7 @@ def test_a_save_that_fails_is_made_again_after_pauses_that_grow(
     assert told.taken == [STEP] and told.events == ["snapshot"]
 
 
-def test_a_checkpoint_that_is_there_is_not_made_again(naps: list[float]) -> None:
+def test_an_existing_checkpoint_is_not_saved_again(naps: list[float]) -> None:
     saves, told = Saves(published=STEP), Told()
     _anchor(run_of(saves, told))
     assert saves.tried == naps == [] and told.taken == [STEP]

@@ -101,7 +101,7 @@ def meet_again(run: TrainingComponents) -> None:
 
 
 @pytest.mark.parametrize("saves_before", [True, False])
-def test_a_best_whose_save_ended_with_its_world_is_saved_as_the_best_by_the_next_one(
+def test_a_best_step_whose_save_ended_with_its_world_is_saved_as_best_by_the_next_world(
     saves_before: bool,
 ) -> None:
     checkpoints = Checkpoints(step_6="lost")
@@ -129,7 +129,7 @@ class EndsAtTheMark(Checkpoints):
         super().mark_best(step)
 
 
-def test_a_best_that_was_published_before_its_mark_is_marked_by_the_next_world() -> None:
+def test_a_best_checkpoint_published_before_its_mark_is_marked_by_the_next_world() -> None:
     checkpoints = EndsAtTheMark()
     run = make(checkpoints, saves_before=True)
     with pytest.raises(PeerLostError):
@@ -140,14 +140,14 @@ def test_a_best_that_was_published_before_its_mark_is_marked_by_the_next_world()
     assert checkpoints.marked == [3, STEPS]
 
 
-def test_a_best_whose_first_save_has_failed_is_saved_again() -> None:
+def test_a_best_step_whose_first_save_failed_is_saved_again() -> None:
     checkpoints = Checkpoints(step_3="failed")
     run = make(checkpoints, saves_before=True)
     train(run)
     assert checkpoints.marked == [3, STEPS]
 
 
-def test_a_best_that_no_checkpoint_has_does_not_keep_a_later_one_from_being_the_best(
+def test_a_best_step_without_a_checkpoint_does_not_prevent_a_later_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its save fails beside the training, after the evaluation that found it."""
@@ -161,7 +161,7 @@ def test_a_best_that_no_checkpoint_has_does_not_keep_a_later_one_from_being_the_
     assert run.progress.best_before is None
 
 
-def test_a_later_checkpoint_does_not_name_a_best_whose_save_has_failed() -> None:
+def test_a_later_checkpoint_does_not_record_a_best_step_whose_save_failed() -> None:
     checkpoints = Checkpoints(step_4="failed")
     run = make(checkpoints, saves_before=False)
     before = {"metric": "heldOut/loss", "mode": "min", "value": 3.0, "step": 2}
@@ -191,7 +191,7 @@ def test_a_later_checkpoint_does_not_name_a_best_whose_save_has_failed() -> None
     ],
     ids=["of another set", "worse than both", "between them"],
 )
-def test_training_waits_for_the_save_of_the_best_only_where_its_end_decides_something(
+def test_training_waits_for_the_save_of_the_best_step_only_if_its_result_matters(
     values: dict[str, float], waits: bool
 ) -> None:
     checkpoints = Checkpoints()
@@ -206,7 +206,7 @@ def test_training_waits_for_the_save_of_the_best_only_where_its_end_decides_some
     assert progress.best is not None and progress.best["step"] == 4
 
 
-def test_no_rank_alone_raises_what_the_save_of_the_best_met() -> None:
+def test_an_error_of_the_best_save_is_not_raised_on_one_rank_alone() -> None:
     """Others may have noticed its end before, and wait in the next collective."""
     checkpoints = Checkpoints(step_4="fenced")
     run = make(checkpoints, saves_before=False)
@@ -220,7 +220,7 @@ def test_no_rank_alone_raises_what_the_save_of_the_best_met() -> None:
 
 
 @pytest.mark.parametrize("do_all_know", [True, False])
-def test_all_ranks_go_back_to_the_best_before_where_one_of_them_has_not_seen_the_save(
+def test_all_ranks_return_to_the_previous_best_if_one_rank_missed_the_save(
     monkeypatch: pytest.MonkeyPatch, do_all_know: bool
 ) -> None:
     run = make(Checkpoints(), saves_before=False)
@@ -234,7 +234,7 @@ def test_all_ranks_go_back_to_the_best_before_where_one_of_them_has_not_seen_the
     assert progress.best == (best if do_all_know else before)
 
 
-def test_the_one_before_belongs_to_the_state() -> None:
+def test_the_previous_best_is_part_of_the_state() -> None:
     checkpoints = Checkpoints()
     run = make(checkpoints, saves_before=False)
     train(run)
@@ -255,7 +255,7 @@ def test_the_one_before_belongs_to_the_state() -> None:
     ],
     ids=["the same", "of an older version", "another metric", "the other mode"],
 )
-def test_only_values_of_the_metric_that_decides_now_are_compared(
+def test_only_values_of_the_current_deciding_metric_are_compared(
     before: dict[str, Any], is_compared: bool
 ) -> None:
     checkpoints = Checkpoints()
@@ -274,7 +274,7 @@ def test_only_values_of_the_metric_that_decides_now_are_compared(
     [(2, 0, True), (2, 5, False), (3, 5, True), (4, 0, False)],
     ids=["a start", "another group", "of the newest step", "not saved"],
 )
-def test_a_start_marks_the_best_again_since_the_mark_may_be_of_one_that_was_set_aside(
+def test_a_start_marks_the_best_again_because_the_marked_one_may_be_quarantined(
     best_step: int, steps_here: int, is_marked: bool
 ) -> None:
     run = make(Checkpoints(), saves_before=True)

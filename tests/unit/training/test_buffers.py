@@ -42,9 +42,7 @@ def test_statistics_that_a_pass_changes_are_refused_by_name() -> None:
     assert "LayerNorm" in message
 
 
-def test_a_buffer_that_is_replaced_is_noticed_and_one_that_is_not_saved_may_change() -> (
-    None
-):
+def test_a_replaced_buffer_is_detected_and_an_unsaved_buffer_may_change() -> None:
     with pytest.raises(TaskInputError, match=r"extra\.calls"):
         watch_call(Counting(persistent=True))
     watch_call(Counting(persistent=False))
@@ -53,17 +51,17 @@ def test_a_buffer_that_is_replaced_is_noticed_and_one_that_is_not_saved_may_chan
 @pytest.mark.parametrize(
     "module", [nn.BatchNorm1d(3, track_running_stats=False), nn.BatchNorm1d(3).eval()]
 )
-def test_statistics_that_stay_are_accepted(module: nn.Module) -> None:
+def test_unchanged_statistics_are_accepted(module: nn.Module) -> None:
     watch_call(module)
 
 
-def test_a_number_that_is_none_is_no_change() -> None:
+def test_an_unchanged_nan_is_not_a_change() -> None:
     module = nn.Identity()
     module.register_buffer("spare", torch.tensor([float("nan"), 1.0]))
     watch_call(module)
 
 
-def test_each_stage_is_looked_at_once() -> None:
+def test_each_stage_is_checked_once() -> None:
     module = Counting(persistent=True)
     watch = BufferWatch({"extra": module}, Code(None))
     for stage in (FIRST, SECOND):
@@ -79,7 +77,7 @@ def test_each_stage_is_looked_at_once() -> None:
         module(ROWS)
 
 
-def test_a_worker_alone_changes_its_buffers_unless_others_may_join() -> None:
+def test_a_single_worker_may_change_its_buffers_unless_others_can_join() -> None:
     module = Counting(persistent=True)
     alone = BufferWatch({"extra": module}, Code(None))
     with alone.watching(FIRST, num_workers=1):
@@ -92,14 +90,14 @@ def test_a_worker_alone_changes_its_buffers_unless_others_may_join() -> None:
         module(ROWS)
 
 
-def test_a_run_that_has_trained_is_not_called_wrong_input() -> None:
+def test_a_run_that_has_trained_does_not_end_with_a_user_error() -> None:
     module = Counting(persistent=True)
     watch = BufferWatch({"extra": module}, Code(None, has_trained=True))
     with pytest.raises(TaskError), watch.watching(FIRST, num_workers=2):
         module(ROWS)
 
 
-def test_a_pass_that_is_no_part_of_the_training_leaves_buffers_as_they_were() -> None:
+def test_a_pass_outside_training_leaves_buffers_unchanged() -> None:
     module = nn.Sequential(nn.BatchNorm1d(3), Counting(persistent=True))
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with BufferWatch({"extra": module}, Code(None)).restoring():

@@ -48,7 +48,7 @@ PARTS = (
 
 @pytest.mark.capability("O-32")
 @pytest.mark.parametrize("is_resumed", [False, True])
-def test_parts_are_made_in_one_order_each_of_those_before_it(
+def test_parts_are_built_in_one_order_each_from_earlier_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_resumed: bool
 ) -> None:
     made: list[str] = []

@@ -75,7 +75,7 @@ class Preempted:
 @pytest.mark.acceptance("8d-3c")
 @pytest.mark.capability("O-18", "O-68")
 @pytest.mark.parametrize("saves_before", [True, False])
-def test_each_cut_of_an_evaluation_is_saved_so_that_it_ends_however_often_it_is_cut(
+def test_each_interruption_of_an_evaluation_is_saved_so_that_the_evaluation_can_end(
     saves_before: bool,
 ) -> None:
     run = Preempted([4, 3, 2], saves_before=saves_before)
@@ -84,7 +84,7 @@ def test_each_cut_of_an_evaluation_is_saved_so_that_it_ends_however_often_it_is_
     assert run.saved[-1]["tallies"]["heldOut"]["done"] == 9
 
 
-def test_a_cut_before_the_first_batch_is_no_reason_to_save_a_step_again() -> None:
+def test_an_interruption_before_the_first_batch_does_not_save_a_step_again() -> None:
     run = Preempted([4, 0], saves_before=False)
     assert [run.start(), run.start()] == [1, 0]
 

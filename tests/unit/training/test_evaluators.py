@@ -70,16 +70,14 @@ def test_an_error_in_a_summary_names_the_line_of_the_task(
         ({"share": torch.zeros(2)}, "it gives what is no number under each name"),
     ],
 )
-def test_metrics_that_are_not_those_that_were_declared_are_refused(
-    found: Any, said: str
-) -> None:
+def test_undeclared_metrics_are_refused(found: Any, said: str) -> None:
     """The best checkpoint, or a monitor, would follow one that never comes."""
     summarize = summary_of(Code(None), summarize=lambda means: found)
     with pytest.raises(InputError, match=f"the metrics of evaluator own are share; {said}"):
         summarize({"right": 0.5}, STAGE)
 
 
-def test_a_stage_that_is_without_a_metric_has_a_summary_without_it() -> None:
+def test_a_stage_without_a_metric_has_a_summary_without_it() -> None:
     metrics = {"share": "A share.", "kl": "A divergence."}
     summarize = summary_of(
         Code(None), metrics=metrics, summarize=lambda means: {"share": torch.tensor(0.5)}
@@ -87,14 +85,14 @@ def test_a_stage_that_is_without_a_metric_has_a_summary_without_it() -> None:
     assert summarize({"right": 0.5}, Stage({}, without=("kl",))) == {"share": 0.5}
 
 
-def test_a_summary_of_the_parts_of_the_task_s_own_loss_counts() -> None:
+def test_a_summary_of_the_parts_of_the_task_loss_is_used() -> None:
     summarize = summary_of(
         Code(None), measure=None, summarize=lambda means: {"share": 1 - means["right"]}
     )
     assert summarize({"right": 0.25}, STAGE) == {"share": 0.75}
 
 
-def test_means_of_the_parts_are_the_metrics_where_nothing_else_is_made_of_them() -> None:
+def test_means_of_the_parts_are_the_metrics_without_a_summary() -> None:
     metrics = {"right": "Right ones."}
     assert summary_of(Code(None), metrics=metrics)({"right": 0.25}, STAGE) == {
         "right": 0.25

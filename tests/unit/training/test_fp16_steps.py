@@ -120,7 +120,7 @@ def scale_of(value: float) -> LossScale:
 
 @pytest.mark.acceptance("number-O-74")
 @pytest.mark.capability("O-74")
-def test_the_scale_begins_at_2_16_and_is_halved_by_an_overflow_and_doubled_by_2000_updates() -> (
+def test_the_scale_starts_at_2_16_halves_at_an_overflow_and_doubles_after_2000_updates() -> (
     None
 ):
     scale = LossScale(CPU)
@@ -148,9 +148,7 @@ def test_the_scale_stays_between_1_and_2_24() -> None:
     assert large.value == 2.0**24
 
 
-def test_another_process_goes_on_with_the_scale_and_its_count_and_a_reset_forgets_both() -> (
-    None
-):
+def test_another_process_continues_with_scale_and_count_and_a_reset_clears_both() -> None:
     registries = [Registry(), Registry()]
     scales = [LossScale(CPU, growth_interval=3), LossScale(CPU, growth_interval=3)]
     for registry, scale in zip(registries, scales, strict=True):
@@ -170,7 +168,7 @@ def test_another_process_goes_on_with_the_scale_and_its_count_and_a_reset_forget
 
 @pytest.mark.capability("O-74")
 @pytest.mark.parametrize("exact", [False, True])
-def test_an_update_and_its_norm_are_those_of_fp32_whatever_the_scale_is(
+def test_an_update_and_its_norm_equal_fp32_for_any_scale(
     exact: bool,
 ) -> None:
     model, plain = Model(), Model()
@@ -186,7 +184,7 @@ def test_an_update_and_its_norm_are_those_of_fp32_whatever_the_scale_is(
     assert whole.loss_scale is None
 
 
-def test_gradients_that_would_vanish_in_fp16_are_kept_by_the_scale() -> None:
+def test_the_scale_preserves_gradients_that_would_underflow_in_fp16() -> None:
     without, with_scale = Model(), Model()
     nominal = 2**28
     lost = run(make_stepper(without, None, nominal=nominal))
@@ -198,7 +196,7 @@ def test_gradients_that_would_vanish_in_fp16_are_kept_by_the_scale() -> None:
 
 @pytest.mark.capability("O-74")
 @pytest.mark.parametrize("exact", [False, True])
-def test_steps_that_overflow_change_nothing_and_lower_the_scale_until_gradients_fit(
+def test_overflowing_steps_change_nothing_and_lower_the_scale_until_gradients_fit(
     exact: bool,
 ) -> None:
     model, untouched = Model(), Model()
@@ -223,9 +221,7 @@ def test_steps_that_overflow_change_nothing_and_lower_the_scale_until_gradients_
     assert outcomes[num_skipped].grad_norm == pytest.approx(whole.grad_norm, rel=5e-3)
 
 
-def test_a_gradient_that_overflows_at_the_smallest_scale_is_one_that_is_not_finite() -> (
-    None
-):
+def test_a_gradient_that_overflows_at_the_smallest_scale_is_non_finite() -> None:
     model, untouched = Model(), Model()
     model.head.weight.register_hook(lambda gradient: gradient * float("inf"))
     scale = scale_of(2.0)
@@ -239,7 +235,7 @@ def test_a_gradient_that_overflows_at_the_smallest_scale_is_one_that_is_not_fini
     assert all(map(torch.equal, model.parameters(), untouched.parameters()))
 
 
-def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale() -> None:
+def test_a_non_finite_loss_does_not_change_the_loss_scale() -> None:
     model = Model()
     with torch.no_grad():
         model.embedding.weight.fill_(torch.inf)
@@ -249,7 +245,7 @@ def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale() -> None:
 
 
 @pytest.mark.capability("O-74")
-def test_a_rank_whose_gradients_are_finite_skips_the_step_that_another_has_to(
+def test_a_rank_with_finite_gradients_skips_the_step_that_another_rank_must_skip(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def sum_integers(self: World, values: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ def sums_of_one_token(estimator: str) -> tuple[KlSums, torch.Tensor]:
 @pytest.mark.acceptance("8d-10c:two_stage_kl", "number-T-62", "number-T-63", "number-5e-1")
 @pytest.mark.capability("T-62", "T-63")
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_one_token_is_as_computed_by_hand(estimator: str) -> None:
+def test_one_token_matches_the_manual_calculation(estimator: str) -> None:
     sums, hidden = sums_of_one_token(estimator)
     assert sums.policy.item() == pytest.approx(-math.log(0.75), abs=1e-6)
     assert sums.reference.item() == pytest.approx(math.log(2), abs=1e-6)
@@ -147,7 +147,7 @@ def test_the_published_penalty_only_scales_the_gradient_of_the_loss() -> None:
 
 @pytest.mark.acceptance("8d-10e:two_stage_kl")
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_model_that_is_its_reference_has_no_penalty(estimator: str) -> None:
+def test_a_model_that_equals_its_reference_has_no_penalty(estimator: str) -> None:
     hidden, weight, _, _, labels = batch()
     hidden.requires_grad_()
     sums = linear_kl(
@@ -162,7 +162,7 @@ def test_a_model_that_is_its_reference_has_no_penalty(estimator: str) -> None:
     assert sums.total.item() == sums.policy.item() == sums.reference.item()
 
 
-def test_what_has_no_label_counts_nothing_whatever_it_is() -> None:
+def test_tokens_without_a_label_count_nothing_for_any_value() -> None:
     hidden, weight, other, its_weight, labels = batch()
     arguments = {"penalty": Penalty("reverse", 0.5), "chunk_tokens": 6}
     expected = linear_kl(hidden, weight, (other, its_weight), labels, **arguments)
@@ -189,7 +189,7 @@ def test_the_reference_gets_no_gradient() -> None:
     assert other.grad is None and its_weight.grad is None and hidden.grad is not None
 
 
-def test_an_estimator_that_there_is_not_is_refused() -> None:
+def test_an_unknown_estimator_is_refused() -> None:
     hidden, weight, other, its_weight, labels = batch()
     with pytest.raises(ValueError, match="none of nll_difference, forward, reverse"):
         linear_kl(
@@ -203,7 +203,7 @@ def test_an_estimator_that_there_is_not_is_refused() -> None:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_logits_exist_for_a_chunk_of_tokens_at_a_time(estimator: str) -> None:
+def test_logits_exist_for_one_chunk_of_tokens_at_a_time(estimator: str) -> None:
     """The most that is allocated at once does not grow with the tokens: counted, not timed."""
     tokens, vocabulary, width, chunk = 4096, 1024, 4, 64
     generator = torch.Generator().manual_seed(0)

@@ -39,7 +39,7 @@ class Asking(BaseObserver):
         ("evaluate", [("evaluate", 3), ("evaluate", STEPS)]),
     ],
 )
-def test_a_wish_is_done_once_after_the_step_before_which_it_was_made(
+def test_a_request_is_executed_once_after_its_step(
     wish: Wish, expected: list[tuple[str, int]]
 ) -> None:
     done: list[tuple[str, int]] = []
@@ -47,13 +47,13 @@ def test_a_wish_is_done_once_after_the_step_before_which_it_was_made(
     assert done == expected
 
 
-def test_a_wish_to_stop_ends_the_run_at_the_boundary_of_that_step() -> None:
+def test_a_request_to_stop_ends_the_run_at_the_boundary_of_that_step() -> None:
     run = make_run(Asking("stop"), [])
     assert train(run) == "observer"
     assert run.progress.finished_steps == 3
 
 
-def test_an_evaluation_that_a_change_cuts_short_is_made_again_and_heard_of_once() -> None:
+def test_an_evaluation_interrupted_by_a_change_is_repeated_and_reported_once() -> None:
     class Listening(Asking):
         def __init__(self) -> None:
             super().__init__("evaluate")
@@ -91,7 +91,7 @@ def test_an_evaluation_that_a_change_cuts_short_is_made_again_and_heard_of_once(
     assert "evaluation_asked" not in progress.values()
 
 
-def test_what_an_evaluation_has_measured_before_it_was_cut_belongs_to_the_state() -> None:
+def test_partial_measurements_of_an_interrupted_evaluation_are_part_of_the_state() -> None:
     """Only until it has ended: no later step has anything of it."""
     run, seen = make_run(Asking("evaluate"), []), list[int]()
 
@@ -116,14 +116,14 @@ def test_what_an_evaluation_has_measured_before_it_was_cut_belongs_to_the_state(
     assert "tallies" not in progress.values()
 
 
-def test_a_tally_that_is_too_large_for_a_checkpoint_is_left_out_of_it() -> None:
+def test_a_tally_that_is_too_large_for_a_checkpoint_is_omitted() -> None:
     progress = TrainingProgress(tallies={"heldOut": {"sums": ["1/3"] * MOST_TALLIES_BYTES}})
     assert "tallies" not in progress.values()
 
 
 @pytest.mark.acceptance("8d-6b")
 @pytest.mark.capability("O-47")
-def test_each_set_is_evaluated_at_its_own_cadence_and_all_of_them_at_the_end() -> None:
+def test_each_set_is_evaluated_at_its_own_cadence_and_all_sets_at_the_end() -> None:
     done: list[tuple[str, int]] = []
     run = make_run(BaseObserver(), [])
 
@@ -145,9 +145,7 @@ def test_each_set_is_evaluated_at_its_own_cadence_and_all_of_them_at_the_end() -
 
 @pytest.mark.acceptance("8d-3c")
 @pytest.mark.capability("O-48")
-def test_state_is_saved_before_each_evaluation_where_that_is_asked_for_and_only_once() -> (
-    None
-):
+def test_state_is_saved_once_before_each_evaluation_on_request() -> None:
     done: list[tuple[str, int]] = []
     run = make_run(BaseObserver(), done)
     limits = replace(
@@ -157,9 +155,7 @@ def test_state_is_saved_before_each_evaluation_where_that_is_asked_for_and_only_
     assert done == [("save", 3), ("evaluate", 3), ("save", STEPS), ("evaluate", STEPS)]
 
 
-def test_a_save_that_was_asked_for_is_made_by_the_next_world_if_this_one_breaks_before_it() -> (
-    None
-):
+def test_a_requested_save_is_made_by_the_next_world_if_this_one_breaks_first() -> None:
     done: list[tuple[str, int]] = []
     run = make_run(Asking("save"), done)
 
@@ -180,13 +176,13 @@ def test_a_save_that_was_asked_for_is_made_by_the_next_world_if_this_one_breaks_
     assert "save_asked" not in progress.values()
 
 
-def test_a_wish_that_was_done_is_no_part_of_a_later_state() -> None:
+def test_an_executed_request_is_not_part_of_a_later_state() -> None:
     run = make_run(Asking("save"), [])
     train(run)
     assert "save_asked" not in run.progress.values()
 
 
-def test_the_checkpoint_of_a_save_that_was_asked_for_does_not_ask_for_it_again() -> None:
+def test_the_checkpoint_of_a_requested_save_does_not_request_it_again() -> None:
     saved: list[dict[str, Any]] = []
     run = make_run(Asking("save"), [])
 
@@ -199,7 +195,7 @@ def test_the_checkpoint_of_a_save_that_was_asked_for_does_not_ask_for_it_again()
     assert "save_asked" not in saved[0]
 
 
-def test_a_save_that_was_asked_for_and_could_not_begin_is_still_asked_for() -> None:
+def test_a_requested_save_that_could_not_start_is_still_requested() -> None:
     run = make_run(Asking("save"), [])
 
     def save(step: int, tensors: Any, **options: Any) -> None:
@@ -211,7 +207,7 @@ def test_a_save_that_was_asked_for_and_could_not_begin_is_still_asked_for() -> N
     assert run.progress.values()["save_asked"] == 3
 
 
-def test_ranks_that_have_just_met_do_not_compare_their_states_a_second_time() -> None:
+def test_ranks_that_have_just_joined_do_not_compare_their_states_twice() -> None:
     compared: list[int] = []
     run = make_run(BaseObserver(), [])
     limits = replace(run.limits, compare_every=2)
@@ -221,9 +217,7 @@ def test_ranks_that_have_just_met_do_not_compare_their_states_a_second_time() ->
     assert compared[0] == 4
 
 
-def test_a_process_that_another_has_taken_over_from_does_nothing_after_its_first_step() -> (
-    None
-):
+def test_a_process_that_was_replaced_does_nothing_after_its_first_step() -> None:
     announced: list[int] = []
     run = make_run(BaseObserver(), [])
 
@@ -256,7 +250,7 @@ class Failing(BaseObserver):
             raise ValueError("no such thing here")
 
 
-def test_an_observer_that_one_rank_switched_off_is_switched_off_on_all() -> None:
+def test_an_observer_that_one_rank_disabled_is_disabled_on_all_ranks() -> None:
     here, there = Failing(False), Failing(True)
     lasting, other = Lasting([here]), Lasting([there])
     for _ in range(3):

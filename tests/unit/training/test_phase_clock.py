@@ -69,7 +69,7 @@ def run_step(
     return busy
 
 
-def test_the_phases_of_an_accelerator_are_those_of_the_step_before_as_the_device_ran_them() -> (
+def test_the_phases_of_an_accelerator_step_are_measured_on_the_device_one_step_later() -> (
     None
 ):
     device = FakeDevice()
@@ -86,7 +86,7 @@ def test_the_phases_of_an_accelerator_are_those_of_the_step_before_as_the_device
     }
 
 
-def test_the_clock_of_an_accelerator_never_waits_for_it() -> None:
+def test_the_clock_of_an_accelerator_never_waits_for_the_device() -> None:
     device = FakeDevice()
     clock = DeviceClock(device.make_event)
     run_step(clock, device, reading=0.0, computing=3.0)
@@ -97,7 +97,7 @@ def test_the_clock_of_an_accelerator_never_waits_for_it() -> None:
     assert set(clock.seconds().values()) == {0.0}
 
 
-def test_the_phases_of_a_cpu_are_those_of_the_step_itself() -> None:
+def test_the_phases_of_a_cpu_step_are_measured_in_the_step_itself() -> None:
     moments = count(10.0)
     clock = HostClock(now=lambda: next(moments))
     for _ in range(2):
@@ -114,5 +114,5 @@ def test_the_phases_of_a_cpu_are_those_of_the_step_itself() -> None:
 
 
 @pytest.mark.parametrize(("device", "clock"), [("cpu", HostClock), ("cuda", DeviceClock)])
-def test_each_device_has_its_clock(device: str, clock: type) -> None:
+def test_each_device_type_has_its_clock(device: str, clock: type) -> None:
     assert isinstance(build_clock(torch.device(device)), clock)

@@ -27,7 +27,7 @@ def saves_of(run: TrainingComponents) -> dict[int, dict[str, Any]]:
 
 @pytest.mark.acceptance("number-T-45", "input-5e-16")
 @pytest.mark.capability("T-45")
-def test_a_rhythm_in_tokens_is_due_with_the_step_that_reaches_each_multiple() -> None:
+def test_a_rhythm_in_tokens_is_due_at_the_step_that_reaches_each_multiple() -> None:
     rhythm = Rhythm(10, per_step=4)
     assert [step for step in range(1, 11) if rhythm.is_due(step)] == [3, 5, 8, 10]
     assert [step for step in range(1, 7) if Rhythm(3).is_due(step)] == [3, 6]
@@ -36,7 +36,7 @@ def test_a_rhythm_in_tokens_is_due_with_the_step_that_reaches_each_multiple() ->
 
 
 @pytest.mark.capability("O-20", "O-54", "O-56")
-def test_permanent_checkpoints_are_saved_beside_the_others_and_marked() -> None:
+def test_permanent_checkpoints_are_saved_in_addition_and_marked() -> None:
     run = make_run(BaseObserver(), [])
     run.limits = replace(run.limits, save_every=Rhythm(3), keep_every=Rhythm(8, per_step=4))
     saves = saves_of(run)
@@ -71,7 +71,7 @@ def multiples(every: int | None) -> set[int]:
     ("save", "keep", "evaluate", "is_first"),
     list(itertools.product([100, 2, 3], [None, 4], [None, 1, 2, 3], [False, True])),
 )
-def test_saves_permanent_saves_and_evaluations_each_keep_their_own_cadence(
+def test_saves_permanent_saves_and_evaluations_each_have_their_own_cadence(
     save: int, keep: int | None, evaluate: int | None, is_first: bool
 ) -> None:
     done: list[tuple[str, int]] = []

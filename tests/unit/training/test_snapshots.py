@@ -68,7 +68,7 @@ def taken(seed: int) -> tuple[Snapshots, Modules]:
 
 
 @pytest.mark.acceptance("8d-10b:two_stage_kl")
-def test_it_is_taken_after_its_step_and_after_no_other() -> None:
+def test_a_snapshot_is_taken_after_its_step_only() -> None:
     modules = modules_of(0)
     snapshots, before = Snapshots(modules, is_sharded=False), copies(modules)
     assert snapshots.steps == {AFTER}
@@ -88,11 +88,11 @@ def test_it_is_taken_after_its_step_and_after_no_other() -> None:
 
 
 @pytest.mark.acceptance("8d-10b:two_stage_kl")
-def test_the_hash_is_that_of_the_weights() -> None:
+def test_the_hash_of_a_snapshot_is_the_hash_of_the_weights() -> None:
     assert taken(0)[0].hashes == taken(0)[0].hashes != taken(1)[0].hashes
 
 
-def test_a_process_that_holds_it_reads_nothing() -> None:
+def test_a_process_that_holds_the_snapshot_reads_nothing() -> None:
     snapshots, _ = taken(0)
     disk = Disk()
     snapshots.load_values(snapshots.values())
@@ -100,7 +100,7 @@ def test_a_process_that_holds_it_reads_nothing() -> None:
     assert disk.read == 0 and snapshots.own_parts == snapshots.hashes
 
 
-def test_a_resumed_process_reads_the_one_that_its_state_was_trained_beside() -> None:
+def test_a_resumed_process_reads_the_snapshot_with_which_its_state_was_trained() -> None:
     first, trained = taken(0)
     modules = modules_of(5)
     resumed = Snapshots(modules, is_sharded=False)
@@ -119,7 +119,7 @@ def test_a_resumed_process_reads_the_one_that_its_state_was_trained_beside() -> 
     assert disk.read == 2, "once it is there, it is not read again"
 
 
-def test_without_the_right_one_the_run_does_not_go_on() -> None:
+def test_a_run_does_not_continue_without_the_right_snapshot() -> None:
     first, _ = taken(0)
     resumed = Snapshots(modules_of(5), is_sharded=False)
     resumed.load_values(first.values())
@@ -130,7 +130,7 @@ def test_without_the_right_one_the_run_does_not_go_on() -> None:
         resumed.settle(AFTER + 4, ALONE, Disk())
 
 
-def test_a_state_from_before_its_step_needs_none_and_takes_its_own() -> None:
+def test_a_state_from_before_the_snapshot_step_needs_none_and_takes_its_own() -> None:
     snapshots, modules = taken(0)
     old = dict(snapshots.hashes)
     # All went back to a checkpoint before the boundary, and trained to it again, to other bits.
@@ -144,7 +144,7 @@ def test_a_state_from_before_its_step_needs_none_and_takes_its_own() -> None:
     snapshots.settle(AFTER + 1, ALONE, Disk())
 
 
-def test_a_state_behind_its_step_that_has_none_is_refused() -> None:
+def test_a_state_from_after_the_snapshot_step_without_a_snapshot_is_refused() -> None:
     """As of a task that got its snapshot only after its run had begun."""
     snapshots = Snapshots(modules_of(0), is_sharded=False)
     snapshots.load_values({})
@@ -152,13 +152,13 @@ def test_a_state_behind_its_step_that_has_none_is_refused() -> None:
         snapshots.settle(AFTER + 1, ALONE, Disk())
 
 
-def test_going_back_to_the_beginning_forgets_it() -> None:
+def test_a_reset_to_the_start_forgets_the_snapshot() -> None:
     snapshots, _ = taken(0)
     snapshots.reset()
     assert snapshots.values() == {}
 
 
-def test_one_that_changes_in_memory_is_found_where_replicas_are_compared() -> None:
+def test_a_snapshot_that_changes_in_memory_is_detected_by_the_replica_comparison() -> None:
     snapshots, modules = taken(0)
     compare_frozen(modules, snapshots.own_parts, ALONE, code=Code(None))
     with torch.no_grad():
@@ -179,7 +179,7 @@ class Pair:
         return [own, self._other]
 
 
-def test_replicas_that_would_take_different_ones_have_diverged() -> None:
+def test_replicas_that_would_take_different_snapshots_have_diverged() -> None:
     snapshots = Snapshots(modules_of(0), is_sharded=False)
     world = cast(World, Pair({"reference": "0" * 16}))
     with pytest.raises(

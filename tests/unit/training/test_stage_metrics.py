@@ -59,20 +59,22 @@ def metrics_of(stage: Stage) -> dict[str, float]:
     return outcome.metrics
 
 
-def test_a_step_has_the_metrics_of_its_stage_and_ranks_exchange_as_much_in_each() -> None:
+def test_a_step_has_the_metrics_of_its_stage_and_all_stages_exchange_equal_lengths() -> (
+    None
+):
     LENGTHS.clear()
     assert metrics_of(FIRST) == {"error": 2.0}
     assert metrics_of(SECOND) == {"error": 2.0, "kl": 3.0}
     assert len(LENGTHS) == 2 and len(set(LENGTHS)) == 1
 
 
-def test_an_evaluation_has_the_metrics_of_the_stage_it_is_made_in() -> None:
+def test_an_evaluation_has_the_metrics_of_its_stage() -> None:
     measure = Measure(lambda tensors, stage: Two().loss(None, None, stage), ("error", "kl"))
     assert measure.within(FIRST).names == ("error",)
     assert measure.within(SECOND).names == ("error", "kl")
 
 
-def test_a_loss_with_a_part_that_its_stage_is_without_is_refused() -> None:
+def test_a_loss_with_a_part_that_its_stage_does_not_declare_is_refused() -> None:
     opened = cast(Opened, type("O", (), {"task": Two(), "code": Code(None)})())
     loss_of = build_loss(opened, cast(Any, None), should_compile=False)
     assert loss_of({}, FIRST).parts.keys() == {"error"}

@@ -49,5 +49,5 @@ def test_random_numbers_of_a_finished_step_are_the_same_on_every_rank(
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_and_others_at_another_step() -> None:
+def test_random_numbers_of_another_step_differ() -> None:
     assert not torch.equal(finish_as(0, 3)["noise"], finish_as(0, 4)["noise"])

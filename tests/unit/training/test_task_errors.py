@@ -54,7 +54,7 @@ def plan_in(folder: Path, code: Code | None) -> SessionPlan:
     return cast(SessionPlan, SimpleNamespace(run_directory=folder, opened=opened))
 
 
-def test_code_that_fails_before_the_first_step_of_a_run_is_wrong_input(
+def test_code_that_fails_before_the_first_step_of_a_run_is_a_user_error(
     tmp_path: Path, own: Callable[[], object]
 ) -> None:
     code = Code(tmp_path)
@@ -66,7 +66,7 @@ def test_code_that_fails_before_the_first_step_of_a_run_is_wrong_input(
 @pytest.mark.parametrize(
     "sign", ["metrics.jsonl", "checkpoints/step-00000500/manifest.json"]
 )
-def test_a_newcomer_whose_copy_fails_does_not_end_a_run_that_has_made_steps(
+def test_a_joining_node_whose_copy_fails_does_not_end_a_run_that_has_made_steps(
     tmp_path: Path, own: Callable[[], object], sign: str
 ) -> None:
     (tmp_path / sign).parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def test_a_newcomer_whose_copy_fails_does_not_end_a_run_that_has_made_steps(
 @pytest.mark.parametrize(
     ("has_trained", "expected"), [(False, TaskInputError), (True, TaskError)]
 )
-def test_so_it_is_with_a_file_that_cannot_be_imported_there(
+def test_a_task_file_that_cannot_be_imported_does_not_end_a_run_that_has_made_steps(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     has_trained: bool,
@@ -120,7 +120,7 @@ def fail_below(tmp_path: Path, files: list[str]) -> Callable[[], object]:
 
 
 @pytest.mark.parametrize("files", COLLECTIVES.values(), ids=COLLECTIVES.keys())
-def test_a_collective_that_fails_under_the_tasks_code_is_no_error_of_it(
+def test_a_failed_collective_in_task_code_is_not_an_error_of_the_task(
     tmp_path: Path, files: list[str]
 ) -> None:
     with pytest.raises(RuntimeError, match=r"^Connection closed by peer"):
@@ -135,14 +135,14 @@ def test_a_collective_that_fails_under_the_tasks_code_is_no_error_of_it(
         ["nn/functional.py"],
     ],
 )
-def test_an_operation_that_fails_in_this_process_alone_is_an_error_of_the_task(
+def test_an_operation_that_fails_in_one_process_alone_is_an_error_of_the_task(
     tmp_path: Path, files: list[str]
 ) -> None:
     with pytest.raises(TaskInputError, match=r"mine.py:2: "):
         calling(Code(tmp_path), fail_below(tmp_path, files))
 
 
-def test_a_worker_that_is_started_later_never_trains_another_version_of_the_task(
+def test_a_worker_that_starts_later_never_trains_another_version_of_the_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -166,7 +166,7 @@ def test_a_worker_that_is_started_later_never_trains_another_version_of_the_task
     sys.modules.pop("spawned_table", None)
 
 
-def test_stages_that_do_not_rise_are_an_error_of_the_task_and_not_of_ours(
+def test_stages_that_do_not_increase_are_an_error_of_the_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -59,12 +59,12 @@ def test_a_trained_module_must_not_have_the_name_of_another_part_of_the_state(
 
 
 @pytest.mark.capability("G-30")
-def test_several_trained_modules_with_names_of_their_own_are_taken() -> None:
+def test_several_trained_modules_with_unique_names_are_accepted() -> None:
     modules = Modules({"encoder": linear(), "head": linear()}, {"target": linear()})
     assert module_problems(modules, PLAIN) == []
 
 
-def test_modules_without_anything_to_train_are_refused() -> None:
+def test_modules_without_trainable_parameters_are_refused() -> None:
     frozen = linear().requires_grad_(False)
     for modules in (Modules({}), Modules({"model": frozen})):
         (problem,) = module_problems(modules, PLAIN)
@@ -127,7 +127,7 @@ def sharing() -> Modules:
         (Modules({"head": Mixed()}), "have the types bfloat16, float32"),
     ],
 )
-def test_what_fsdp2_cannot_cut_is_refused_in_a_world_of_any_size(
+def test_modules_that_fsdp2_cannot_shard_are_refused_for_any_world_size(
     modules: Modules, words: str
 ) -> None:
     assert module_problems(modules, PLAIN) == []
@@ -139,7 +139,7 @@ def test_what_fsdp2_cannot_cut_is_refused_in_a_world_of_any_size(
     )
 
 
-def test_fsdp2_takes_several_trained_modules_and_kept_tensors() -> None:
+def test_fsdp2_supports_several_trained_modules_and_kept_tensors() -> None:
     modules = Modules(
         {"encoder": linear(), "head": linear()}, kept={"mean": torch.zeros(2)}
     )
@@ -147,7 +147,7 @@ def test_fsdp2_takes_several_trained_modules_and_kept_tensors() -> None:
     assert list(plan_cuts(modules)) == ["encoder", "head"]
 
 
-def test_a_large_frozen_module_is_cut_unless_the_task_wants_it_whole(
+def test_a_large_frozen_module_is_sharded_unless_the_task_needs_it_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(parallel, "LARGE_BYTES", 24)
@@ -168,7 +168,7 @@ def test_a_large_frozen_module_is_cut_unless_the_task_wants_it_whole(
     assert "Modules.replicated names model" in problem.what
 
 
-def test_a_snapshot_is_cut_as_what_it_is_of_however_small_it_is() -> None:
+def test_a_snapshot_is_sharded_like_its_source_at_any_size() -> None:
     """Whole, it would compute in another type than the model where that is cut."""
     snapshots = {"reference": Snapshot("model", 3)}
     frozen = {"reference": linear(), "teacher": linear()}
@@ -181,7 +181,7 @@ def test_a_snapshot_is_cut_as_what_it_is_of_however_small_it_is() -> None:
     assert list(plan_cuts(empty)) == []
 
 
-def test_a_small_frozen_module_is_cut_where_the_task_compares_it_with_a_trained_one() -> (
+def test_a_small_frozen_module_is_sharded_if_the_task_compares_it_with_a_trained_one() -> (
     None
 ):
     frozen = {"reference": linear(), "teacher": linear()}
@@ -196,7 +196,7 @@ def test_a_small_frozen_module_is_cut_where_the_task_compares_it_with_a_trained_
     assert problem.what == "Modules.counterparts names model"
 
 
-def test_blocks_of_what_is_compared_are_compiled_as_those_of_what_is_trained(
+def test_blocks_of_a_compared_frozen_module_are_compiled_like_the_trained_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiled: list[nn.Module] = []
@@ -211,7 +211,9 @@ def test_blocks_of_what_is_compared_are_compiled_as_those_of_what_is_trained(
     assert compiled == [*model.blocks, *reference.blocks]
 
 
-def test_a_frozen_module_of_two_types_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_module_with_two_dtypes_can_be_sharded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(parallel, "LARGE_BYTES", 0)
     modules = Modules({"model": linear()}, {"teacher": Mixed()})
     assert list(plan_cuts(modules)) == ["model", "frozen.teacher"]
@@ -255,7 +257,7 @@ def test_the_hash_of_a_frozen_module_depends_on_all_its_bits() -> None:
     assert before != hash_frozen(Modules({}, {"teacher": module}))
 
 
-def test_a_frozen_module_that_changes_on_one_rank_alone_is_trouble_of_its_host() -> None:
+def test_a_frozen_module_that_changes_on_one_rank_alone_is_a_host_fault() -> None:
     modules = Modules({"model": linear()}, {"teacher": linear()})
     built = hash_frozen(modules)
 
@@ -275,7 +277,7 @@ def test_a_frozen_module_that_changes_on_one_rank_alone_is_trouble_of_its_host()
         compare(1)
 
 
-def test_a_host_with_another_frozen_module_leaves_the_others_alone() -> None:
+def test_a_host_with_a_different_frozen_module_does_not_end_the_others() -> None:
     def refuse(rank: int, *, steps: list[int]) -> bool:
         world = World(1, rank=rank, size=3, device=torch.device("cpu"))
         try:
@@ -292,7 +294,7 @@ def test_a_host_with_another_frozen_module_leaves_the_others_alone() -> None:
 
 
 @pytest.mark.capability("G-23")
-def test_deterministic_kernels_are_chosen_before_any_module_is_made(
+def test_deterministic_kernels_are_chosen_before_any_module_is_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[str] = []
@@ -315,7 +317,7 @@ def test_deterministic_kernels_are_chosen_before_any_module_is_made(
 
 @pytest.mark.capability("O-33")
 @pytest.mark.parametrize("asks", [True, False])
-def test_a_resume_builds_again_only_for_the_files_model_and_frees_the_first_set_before(
+def test_a_resume_rebuilds_only_for_the_configured_model_after_freeing_the_first_set(
     monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:
     """A frozen copy of the file's model is in no checkpoint, and needs its weights."""
@@ -369,7 +371,7 @@ def test_a_snapshot_that_could_not_be_taken_is_refused(
     assert "cannot be taken" in problem.what and why in problem.why
 
 
-def test_a_snapshots_weights_are_not_among_those_that_build_has_made() -> None:
+def test_the_weights_of_a_snapshot_are_not_hashed_as_built_modules() -> None:
     frozen = {"reference": linear(), "teacher": linear()}
     snapshots = {"reference": Snapshot("model", 3)}
     modules = Modules({"model": linear()}, frozen, snapshots=snapshots)
@@ -386,7 +388,7 @@ class Deferred:
 
 
 @pytest.mark.parametrize("with_weights", [True, False])
-def test_no_weights_are_made_for_a_snapshot(with_weights: bool) -> None:
+def test_no_weights_are_initialised_for_a_snapshot(with_weights: bool) -> None:
     """It gets those of the module that it is of; making or reading others takes as long as the model's."""
     model, reference, teacher = made = [Deferred() for _ in range(3)]
     frozen = {"reference": reference.model, "teacher": teacher.model}
@@ -412,7 +414,7 @@ def test_a_module_that_cannot_be_moved_to_its_device_is_named() -> None:
 
 
 @pytest.mark.capability("G-29")
-def test_modules_on_the_cpu_stay_what_they_are_where_the_run_is_on_it() -> None:
+def test_modules_on_the_cpu_are_unchanged_if_the_run_uses_the_cpu() -> None:
     modules = Modules(trained={"encoder": linear()}, frozen={"teacher": linear()})
     parts = (modules.trained["encoder"], modules.frozen["teacher"])
     before = [(one, one.data_ptr()) for part in parts for one in part.parameters()]

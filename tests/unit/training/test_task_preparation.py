@@ -62,7 +62,7 @@ class Numbers:
         ("kinds_c", "Tusk = None", "there is nothing of this name"),
     ],
 )
-def test_what_is_no_task_is_refused_as_it_is_loaded(
+def test_an_object_that_is_not_a_task_is_refused_when_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, why: str
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -104,7 +104,7 @@ def open_with(
     return start
 
 
-def test_a_node_that_waited_for_another_to_prepare_nothing_has_a_folder_to_prepare_in(
+def test_a_node_that_waited_for_an_empty_preparation_has_a_folder_for_its_own(
     open_with: Callable[[Prepare], Prepared],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -139,14 +139,14 @@ def test_a_node_that_waited_for_another_to_prepare_nothing_has_a_folder_to_prepa
     assert said.count("another process prepares the task's data in") == 1
 
 
-def test_nothing_is_left_of_a_task_that_prepares_nothing(
+def test_a_task_that_prepares_nothing_leaves_no_files(
     open_with: Callable[[Prepare], Prepared], tmp_path: Path
 ) -> None:
     assert open_with(lambda prepared, folder: None).folder is None
     assert list((tmp_path / "prepared").iterdir()) == []
 
 
-def test_an_operating_system_error_of_the_tasks_preparation_is_not_called_wrong_data(
+def test_an_os_error_in_the_preparation_of_a_task_is_not_reported_as_wrong_data(
     open_with: Callable[[Prepare], Prepared],
 ) -> None:
     def prepare(prepared: Prepared, folder: Path) -> None:
@@ -156,7 +156,7 @@ def test_an_operating_system_error_of_the_tasks_preparation_is_not_called_wrong_
         open_with(prepare)
 
 
-def test_a_volume_that_cannot_be_written_to_is_named(
+def test_an_unwritable_volume_is_reported(
     open_with: Callable[[Prepare], Prepared], tmp_path: Path
 ) -> None:
     (tmp_path / "prepared").write_text("a file where the folder should be", "utf-8")

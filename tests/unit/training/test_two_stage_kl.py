@@ -90,7 +90,7 @@ def names_of(stage: Stage) -> dict[str, tuple[str, float]]:
 
 
 @pytest.mark.capability("T-28", "T-29", "T-37")
-def test_each_stage_has_its_mixture_and_the_second_its_penalty() -> None:
+def test_each_stage_has_its_mixture_and_the_second_stage_its_penalty() -> None:
     task = task_of(
         stages=[
             {"tokens": 90, "mixture": {"a": 1}},
@@ -110,7 +110,7 @@ def test_each_stage_has_its_mixture_and_the_second_its_penalty() -> None:
     )
 
 
-def test_the_order_of_a_mixtures_keys_decides_nothing() -> None:
+def test_the_key_order_of_a_mixture_has_no_effect() -> None:
     """A cluster's file is written with sorted keys, and the hash of the recipe is of sorted keys, too."""
 
     def opened(mixture: dict[str, float]) -> tuple[list[str], str]:
@@ -126,7 +126,7 @@ def test_the_order_of_a_mixtures_keys_decides_nothing() -> None:
 
 
 @pytest.mark.acceptance("8d-8g", "input-T-29")
-def test_a_share_that_is_too_small_is_named_by_its_place_in_the_file() -> None:
+def test_a_share_that_is_too_small_is_reported_with_its_path_in_the_manifest() -> None:
     """It is the first of data.sources, and the second of the mixture."""
     task = task_of(
         stages=[{"tokens": 90, "mixture": {"b": 1}}, {"mixture": {"b": 1, "a": 1e-6}}]
@@ -138,7 +138,7 @@ def test_a_share_that_is_too_small_is_named_by_its_place_in_the_file() -> None:
         task.stages(prepared(task))
 
 
-def test_the_metrics_that_a_file_may_name_are_those_that_are_measured() -> None:
+def test_the_metrics_that_a_manifest_may_name_are_the_measured_ones() -> None:
     assert tuple(TwoStageKl.measured) == MEASURED
 
 
@@ -154,12 +154,12 @@ def test_a_stage_without_a_mixture_has_all_sources_by_their_weights() -> None:
 
 
 @pytest.mark.acceptance("8d-8j")
-def test_a_beta_of_zero_is_zero_and_no_default() -> None:
+def test_a_beta_of_zero_is_zero_and_not_the_default() -> None:
     task = task_of(stages=[{"tokens": 90}, {"beta": 0}])
     assert task.stages(prepared(task))[1].options.penalty.beta == 0.0
 
 
-def test_numbers_that_mean_nothing_in_the_first_stage_are_not_there() -> None:
+def test_numbers_without_a_meaning_in_the_first_stage_are_absent() -> None:
     task = task_of()
     first, second = task.stages(prepared(task))
     assert set(first.without) == set(task.metrics) and not second.without
@@ -232,7 +232,9 @@ def gradients(modules: Modules) -> dict[str, torch.Tensor]:
 
 @pytest.mark.capability("T-60", "T-62", "T-63", "T-68")
 @pytest.mark.parametrize("estimator", ["nll_difference", "forward", "reverse"])
-def test_the_loss_of_the_second_stage_is_that_of_all_logits_at_once(estimator: str) -> None:
+def test_the_loss_of_the_second_stage_equals_that_of_unchunked_logits(
+    estimator: str,
+) -> None:
     task = task_of(stages=[{"tokens": 90}, {"beta": 3}], estimator=estimator)
     modules, tensors = models(task), batch()
     stage = task.stages(prepared(task))[1]
@@ -262,9 +264,7 @@ def test_the_loss_of_the_second_stage_is_that_of_all_logits_at_once(estimator: s
 
 @pytest.mark.acceptance("8d-10d:two_stage_kl")
 @pytest.mark.capability("T-62")
-def test_the_published_form_has_the_gradient_of_the_loss_alone_times_one_plus_beta() -> (
-    None
-):
+def test_the_published_form_has_the_gradient_of_the_loss_times_one_plus_beta() -> None:
     task = task_of(stages=[{"tokens": 90}, {"beta": 3}], estimator="nll_difference")
     modules, tensors = models(task), batch()
     first, second = task.stages(prepared(task))
@@ -276,7 +276,7 @@ def test_the_published_form_has_the_gradient_of_the_loss_alone_times_one_plus_be
 
 
 @pytest.mark.acceptance("8d-10f:two_stage_kl")
-def test_an_evaluation_has_the_models_loss_without_the_penalty() -> None:
+def test_an_evaluation_has_the_loss_of_the_model_without_the_penalty() -> None:
     task = task_of(stages=[{"tokens": 90}, {"beta": 3}])
     modules, tensors = models(task), batch()
     first, second = task.stages(prepared(task))

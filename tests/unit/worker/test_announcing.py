@@ -26,20 +26,20 @@ def warnings_of(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return said
 
 
-def test_a_resume_with_another_torch_is_a_warning_that_names_both() -> None:
+def test_a_resume_with_another_torch_gives_a_warning_with_both_versions() -> None:
     old = {"evergrad": "0.1", "torch": "2.12", "transformers": "5.0", "python": "3.11"}
     (message,) = warnings_of(old, {**old, "torch": "2.13", "python": "3.12"})
     assert "torch 2.12 then, 2.13 now" in message and "evergrad" not in message
 
 
 @pytest.mark.parametrize("old", [{}, {"torch": None}, {"torch": "2.13", "python": "3.10"}])
-def test_the_same_versions_and_those_an_older_one_did_not_record_are_none(
+def test_equal_and_unrecorded_versions_give_no_warning(
     old: dict[str, Any],
 ) -> None:
     assert warnings_of(old, {"torch": "2.13", "python": "3.11"}) == []
 
 
-def test_a_run_records_its_model_at_each_start_and_keeps_the_one_that_it_began_with(
+def test_a_run_records_its_model_at_each_start_and_keeps_the_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
@@ -77,7 +77,7 @@ def test_a_run_records_its_model_at_each_start_and_keeps_the_one_that_it_began_w
     assert record(began, upgraded) == {"model": began}
 
 
-def test_changes_that_a_killed_start_has_not_announced_are_announced_by_the_next_one(
+def test_changes_that_a_killed_start_did_not_announce_are_announced_by_the_next(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class KilledError(Exception):
@@ -147,7 +147,7 @@ def test_changes_that_a_killed_start_has_not_announced_are_announced_by_the_next
     assert recorded is not None and "announced" not in recorded
 
 
-def test_changed_files_of_a_task_are_named_with_both_hashes() -> None:
+def test_changed_files_of_a_task_are_reported_with_both_hashes() -> None:
     before, now = {"mine.py": "a", "table.py": "b"}, {"mine.py": "c", "other.py": "d"}
     assert _changed_files(before, now) == [
         ("spec.training.recipe (mine.py)", "a", "c"),
@@ -158,7 +158,7 @@ def test_changed_files_of_a_task_are_named_with_both_hashes() -> None:
     assert _changed_files({}, now) == []
 
 
-def test_kernels_that_were_kept_once_are_not_written_again_in_the_next_world(
+def test_compiled_kernels_are_not_written_again_in_the_next_world(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     known: list[int] = []

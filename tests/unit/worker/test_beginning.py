@@ -149,7 +149,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 @pytest.mark.capability("O-22", "O-61")
-def test_weights_come_alone(make: Make) -> None:
+def test_loading_weights_loads_nothing_else(make: Make) -> None:
     fresh = make()
     fresh.begin()
     assert fresh.asked[0]["prefix"] == ("model.",)
@@ -160,7 +160,7 @@ def test_weights_come_alone(make: Make) -> None:
     )
 
 
-def test_a_task_without_a_model_begins_with_all_weights_that_it_trains(make: Make) -> None:
+def test_a_task_without_a_model_starts_with_all_weights_that_it_trains(make: Make) -> None:
     fresh = make()
     fresh.machinery.modules.trained = {"actions": None, "predictor": None}
     fresh.begin()
@@ -168,7 +168,7 @@ def test_a_task_without_a_model_begins_with_all_weights_that_it_trains(make: Mak
 
 
 @pytest.mark.capability("O-22", "O-61")
-def test_an_optimizers_state_comes_with_all_weights_and_without_the_position(
+def test_the_optimizer_state_is_loaded_with_all_weights_and_without_the_position(
     make: Make,
 ) -> None:
     fresh = make(load="optimizer")
@@ -180,7 +180,7 @@ def test_an_optimizers_state_comes_with_all_weights_and_without_the_position(
 
 @pytest.mark.acceptance("8d-3d")
 @pytest.mark.capability("O-22", "O-61")
-def test_everything_goes_on_at_the_position_and_leaves_what_belongs_to_the_other_directory(
+def test_load_everything_continues_at_the_position_without_directory_specific_state(
     make: Make,
 ) -> None:
     fresh = make(load="everything", step=5)
@@ -206,7 +206,7 @@ def test_everything_goes_on_at_the_position_and_leaves_what_belongs_to_the_other
 
 
 @pytest.mark.capability("O-22", "O-61")
-def test_a_position_goes_on_without_what_was_measured_in_the_other_mixture(
+def test_a_position_is_loaded_without_measurements_of_the_other_mixture(
     make: Make,
 ) -> None:
     fresh = make(load="position")
@@ -232,7 +232,7 @@ def test_a_position_goes_on_without_what_was_measured_in_the_other_mixture(
         DataStart((SourcePosition("a", "A", 0, 18),), 5, (), "other"),
     ],
 )
-def test_a_position_is_that_of_the_state_which_is_loaded(
+def test_a_position_must_match_the_state_that_is_loaded(
     make: Make, start: DataStart | None
 ) -> None:
     fresh = make(load="position", step=5)
@@ -240,7 +240,7 @@ def test_a_position_is_that_of_the_state_which_is_loaded(
     assert "the data were opened to go on behind another one" in refused(fresh)
 
 
-def test_a_start_before_the_first_checkpoint_takes_as_much_as_the_run_began_with(
+def test_a_start_before_the_first_checkpoint_loads_as_much_as_the_first_start(
     make: Make,
 ) -> None:
     fresh = make(load="weights")
@@ -255,7 +255,7 @@ def test_a_start_before_the_first_checkpoint_takes_as_much_as_the_run_began_with
     assert "load: weights here, and this run began with position" in refused(fresh)
 
 
-def test_another_step_than_the_run_began_behind_is_refused_by_what_it_began_with(
+def test_a_step_other_than_that_of_the_first_start_is_refused(
     make: Make,
 ) -> None:
     fresh = make(load="position", step=5)
@@ -285,7 +285,7 @@ def refused(fresh: Fresh) -> str:
     return str(error.value)
 
 
-def test_a_position_in_other_data_is_refused_by_the_fields_that_differ(make: Make) -> None:
+def test_a_position_in_other_data_is_refused_with_the_differing_fields(make: Make) -> None:
     fresh = make(load="everything")
     fresh.fingerprint = "other"
     other = {"data": {"sequenceLength": 32}, "optimizer": {"learningRate": 0.2}}
@@ -295,7 +295,7 @@ def test_a_position_in_other_data_is_refused_by_the_fields_that_differ(make: Mak
     assert "learningRate" not in said
 
 
-def test_other_content_of_the_same_files_is_refused(make: Make, tmp_path: Path) -> None:
+def test_changed_content_of_the_same_files_is_refused(make: Make, tmp_path: Path) -> None:
     fresh = make(load="everything")
     fresh.fingerprint = "other"
     directory = RunDirectory(tmp_path / "theirs")
@@ -304,7 +304,7 @@ def test_other_content_of_the_same_files_is_refused(make: Make, tmp_path: Path) 
     assert "step-5: was trained on other data" in refused(fresh)
 
 
-def test_a_checkpoint_away_from_its_run_is_refused_by_the_record_that_is_missing(
+def test_a_checkpoint_outside_its_run_is_refused_with_the_missing_record(
     make: Make, tmp_path: Path
 ) -> None:
     fresh = make(load="everything")
@@ -335,7 +335,7 @@ def test_a_checkpoint_away_from_its_run_is_refused_by_the_record_that_is_missing
     assert f"{directory.resolved} is not that of the run of {checkpoint}" in refused(fresh)
 
 
-def test_a_source_that_may_have_given_samples_before_is_warned_of(make: Make) -> None:
+def test_a_source_that_may_have_given_samples_before_gives_a_warning(make: Make) -> None:
     fresh = make(load="weights")
     fresh.session.plan.doubts = ("y begins at its first sample: why",)
     fresh.begin()
@@ -356,7 +356,7 @@ def test_a_horizon_that_the_other_run_has_reached_is_refused(make: Make) -> None
     )
 
 
-def test_a_state_that_needs_another_checkpoint_beside_it_is_refused(make: Make) -> None:
+def test_a_state_that_needs_another_checkpoint_is_refused(make: Make) -> None:
     fresh = make(load="everything")
     fresh.extra["state"]["snapshots"] = {"reference": {"after": 2, "hash": "x"}}
     assert "needs the checkpoint of step 2 beside it" in refused(fresh)
@@ -366,7 +366,7 @@ BEGUN = {"checkpoint": "step-5", "path": "first", "step": 5, "hash": "abc"}
 
 
 @pytest.mark.parametrize("load", ["weights", "optimizer", "position", "everything"])
-def test_a_start_before_the_first_checkpoint_takes_the_one_of_the_run_that_has_trained_on(
+def test_a_start_before_the_first_checkpoint_loads_the_step_of_the_first_start(
     make: Make, load: str
 ) -> None:
     fresh = make(load=load)
@@ -380,7 +380,7 @@ def test_a_start_before_the_first_checkpoint_takes_the_one_of_the_run_that_has_t
     assert fresh.session.begun_from["checkpoint"] == "step-5"
 
 
-def test_a_position_behind_which_the_data_were_opened_is_loaded_though_a_newer_one_came(
+def test_the_position_for_which_the_data_was_opened_is_loaded_although_a_newer_one_exists(
     make: Make,
 ) -> None:
     fresh = make(load="position")
@@ -392,7 +392,7 @@ def test_a_position_behind_which_the_data_were_opened_is_loaded_though_a_newer_o
     assert fresh.session.begun_from["step"] == 5
 
 
-def test_the_checkpoint_that_a_reference_was_read_from_is_loaded_though_a_newer_one_came(
+def test_the_checkpoint_of_a_reference_is_loaded_although_a_newer_one_exists(
     make: Make,
 ) -> None:
     fresh = make()
@@ -406,7 +406,7 @@ def test_the_checkpoint_that_a_reference_was_read_from_is_loaded_though_a_newer_
     assert fresh.session.begun_from["step"] == 5
 
 
-def test_a_checkpoint_that_the_run_began_with_and_that_is_gone_is_named(
+def test_a_missing_checkpoint_of_the_first_start_is_reported(
     make: Make, tmp_path: Path
 ) -> None:
     fresh = make()
@@ -421,7 +421,7 @@ def test_a_checkpoint_that_the_run_began_with_and_that_is_gone_is_named(
 
 
 @pytest.mark.parametrize("names_one", [True, False])
-def test_a_start_before_the_first_checkpoint_begins_with_what_the_run_began_with(
+def test_a_start_before_the_first_checkpoint_loads_the_checkpoint_of_the_first_start(
     make: Make, names_one: bool
 ) -> None:
     fresh = make()
@@ -447,7 +447,7 @@ def test_a_start_before_the_first_checkpoint_begins_with_what_the_run_began_with
     assert said in str(e.value)
 
 
-def test_a_transformers_directory_has_weights_alone(make: Make, tmp_path: Path) -> None:
+def test_a_transformers_directory_has_weights_only(make: Make, tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text(json.dumps({}))
     with pytest.raises(ConfigurationError) as error:
@@ -459,9 +459,7 @@ def test_a_transformers_directory_has_weights_alone(make: Make, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("load", ["weights", "everything"])
-def test_adapters_that_were_trained_beside_another_base_are_refused(
-    make: Make, load: str
-) -> None:
+def test_adapters_trained_with_another_base_are_refused(make: Make, load: str) -> None:
     fresh = make(load=load)
     fresh.machinery.frozen = {"model.base": "1" * 16}
     fresh.extra["state"]["frozen"] = {"model.base": "2" * 16}
@@ -470,7 +468,7 @@ def test_adapters_that_were_trained_beside_another_base_are_refused(
     fresh.begin()
 
 
-def test_whole_weights_are_no_beginning_of_adapters(make: Make, tmp_path: Path) -> None:
+def test_full_weights_cannot_initialise_adapters(make: Make, tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text(json.dumps({}))
     fresh = make()
@@ -478,7 +476,7 @@ def test_whole_weights_are_no_beginning_of_adapters(make: Make, tmp_path: Path) 
     assert "spec.training.initFrom.path: names a transformers directory" in refused(fresh)
 
 
-def test_a_transformers_directory_is_no_beginning_for_a_task_without_a_model(
+def test_a_transformers_directory_cannot_initialise_a_task_without_a_model(
     make: Make, tmp_path: Path
 ) -> None:
     (tmp_path / "theirs").mkdir()
@@ -489,7 +487,7 @@ def test_a_transformers_directory_is_no_beginning_for_a_task_without_a_model(
         fresh.begin()
 
 
-def test_nodes_that_ask_for_different_states_are_told(make: Make) -> None:
+def test_nodes_that_request_different_states_are_reported(make: Make) -> None:
     fresh = make(load="optimizer")
 
     class Two:

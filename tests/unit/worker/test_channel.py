@@ -27,7 +27,7 @@ RECORDS = [
 ]
 
 
-def test_every_record_arrives_as_it_was_sent() -> None:
+def test_every_record_is_received_as_it_was_sent() -> None:
     ours, theirs = channel_pair()
     for record in RECORDS:
         assert ours.send(record)
@@ -37,7 +37,7 @@ def test_every_record_arrives_as_it_was_sent() -> None:
     theirs.close()
 
 
-def test_silence_is_none_and_a_closed_end_is_told_after_its_last_words() -> None:
+def test_receive_returns_none_for_silence_and_the_end_after_the_last_record() -> None:
     ours, theirs = channel_pair()
     assert theirs.receive(0.0) is None
     ours.send(channel.Warm())
@@ -49,7 +49,7 @@ def test_silence_is_none_and_a_closed_end_is_told_after_its_last_words() -> None
     theirs.close()
 
 
-def test_an_end_that_does_not_read_loses_observations_and_holds_nobody() -> None:
+def test_an_end_that_does_not_read_loses_observations_and_blocks_no_sender() -> None:
     ours, theirs = channel_pair()
     for number in range(20_000):
         ours.observe("step_end", {"number": number})
@@ -59,7 +59,7 @@ def test_an_end_that_does_not_read_loses_observations_and_holds_nobody() -> None
     theirs.close()
 
 
-def test_two_threads_that_send_do_not_mix_their_records() -> None:
+def test_two_sending_threads_do_not_mix_their_records() -> None:
     ours, theirs = channel_pair()
     threads = [
         threading.Thread(target=lambda kind=kind: [ours.send(kind) for _ in range(200)])
@@ -77,7 +77,7 @@ def test_two_threads_that_send_do_not_mix_their_records() -> None:
     theirs.close()
 
 
-def test_a_text_is_cut_and_half_characters_are_replaced_before_they_are_sent() -> None:
+def test_a_text_is_shortened_and_half_characters_are_replaced_before_sending() -> None:
     ours, theirs = channel_pair()
     text = channel.fit_text("no such file: docs-\udcff.jsonl" + "x" * 5000)
     assert len(text) == MAX_TEXT and text.startswith("no such file: docs-?.jsonl")
@@ -87,7 +87,7 @@ def test_a_text_is_cut_and_half_characters_are_replaced_before_they_are_sent() -
     theirs.close()
 
 
-def test_an_observation_with_a_loss_that_is_no_number_arrives() -> None:
+def test_an_observation_with_a_non_finite_loss_is_received() -> None:
     ours, theirs = channel_pair()
     ours.observe("step_end", {"loss": float("nan"), "metrics": {"kl": float("-inf")}})
     record = theirs.receive(60.0)

@@ -142,7 +142,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_without_evergrad_all_is_harmless(
+def test_without_evergrad_all_calls_have_harmless_defaults(
     start: Callable[..., "subprocess.Popen[str]"],
 ) -> None:
     code, output = end_of(
@@ -151,7 +151,7 @@ def test_without_evergrad_all_is_harmless(
     assert (code, output) == (0, "None False True 0\n")
 
 
-def test_without_evergrad_a_termination_is_known_and_kills_nobody(
+def test_without_evergrad_a_termination_is_a_request_to_stop_and_kills_no_process(
     start: Callable[..., "subprocess.Popen[str]"],
 ) -> None:
     script = start(
@@ -166,7 +166,7 @@ def test_the_helper_imports_no_torch(start: Callable[..., "subprocess.Popen[str]
     assert end_of(start("print('torch' in sys.modules)")) == (0, "False\n")
 
 
-def test_reports_carry_rank_and_generation(
+def test_reports_have_rank_and_generation(
     start: Callable[..., "subprocess.Popen[str]"], node: Node
 ) -> None:
     script = start(
@@ -188,7 +188,7 @@ def test_reports_carry_rank_and_generation(
     assert node.reports[1] == {"step": 4, **common}
 
 
-def test_a_report_of_values_that_are_no_numbers_fails_nothing_and_warns_once_for_each_name(
+def test_a_report_of_non_finite_values_warns_once_for_each_name_and_raises_nothing(
     start: Callable[..., "subprocess.Popen[str]"], node: Node
 ) -> None:
     code = (
@@ -229,7 +229,7 @@ def test_a_report_does_not_wait_for_a_node_that_accepts_no_connection(
         assert end_of(script) == (0, "on\n")
 
 
-def test_reports_to_a_node_that_is_gone_are_dropped(
+def test_reports_to_a_node_that_has_exited_are_dropped(
     start: Callable[..., "subprocess.Popen[str]"], node: Node
 ) -> None:
     script = start(
@@ -241,7 +241,7 @@ def test_reports_to_a_node_that_is_gone_are_dropped(
     assert end_of(script) == (0, "on\n")
 
 
-def test_commits_are_for_the_permitted_generation(
+def test_commits_are_granted_for_the_permitted_generation(
     start: Callable[..., "subprocess.Popen[str]"], node: Node
 ) -> None:
     assert end_of(start("print(may_commit())", node=node)) == (0, "True\n")
@@ -249,7 +249,7 @@ def test_commits_are_for_the_permitted_generation(
     assert end_of(start("print(may_commit())", node=node)) == (0, "False\n")
 
 
-def test_nobody_may_commit_under_a_lost_lease_or_without_a_node(
+def test_no_commit_is_granted_with_a_lost_lease_or_without_a_node(
     start: Callable[..., "subprocess.Popen[str]"], node: Node
 ) -> None:
     node.announce(since_contact=601.0)
@@ -259,7 +259,7 @@ def test_nobody_may_commit_under_a_lost_lease_or_without_a_node(
     assert end_of(start("print(may_commit())", **variables)) == (0, "False\n")
 
 
-def test_draining_is_a_request_to_stop(
+def test_a_drain_is_a_request_to_stop(
     start: Callable[..., "subprocess.Popen[str]"], node: Node
 ) -> None:
     script = start(
@@ -274,7 +274,7 @@ def test_draining_is_a_request_to_stop(
     until(lambda: node.node_state.has_stopped(GENERATION))
 
 
-def test_a_worker_stuck_in_a_dead_collective_leaves_when_it_is_told_to(
+def test_a_worker_stuck_in_a_dead_collective_exits_when_requested(
     start: Callable[..., "subprocess.Popen[str]"], node: Node
 ) -> None:
     script = start(f"should_stop(); print('up', flush=True); {STUCK_IN_C}", node=node)
@@ -286,7 +286,7 @@ def test_a_worker_stuck_in_a_dead_collective_leaves_when_it_is_told_to(
     assert "the group is gone" in output
 
 
-def test_a_newer_group_alone_kills_nobody_and_nor_does_draining(
+def test_a_newer_group_or_a_drain_alone_kills_no_worker(
     start: Callable[..., "subprocess.Popen[str]"], node: Node
 ) -> None:
     script = start(
@@ -301,7 +301,7 @@ def test_a_newer_group_alone_kills_nobody_and_nor_does_draining(
     assert end_of(script) == (0, "on\n")
 
 
-def test_a_worker_that_does_not_come_to_its_boundary_leaves_at_the_deadline(
+def test_a_worker_that_does_not_reach_its_boundary_exits_at_the_deadline(
     start: Callable[..., "subprocess.Popen[str]"], node: Node
 ) -> None:
     script = start(
@@ -316,7 +316,7 @@ def test_a_worker_that_does_not_come_to_its_boundary_leaves_at_the_deadline(
     assert "asked to stop 0.3 s ago" in output
 
 
-def test_a_worker_whose_node_has_gone_leaves_when_it_is_told_to(
+def test_a_worker_whose_node_has_exited_exits_when_requested(
     start: Callable[..., "subprocess.Popen[str]"], node: Node
 ) -> None:
     script = start(f"should_stop(); print('up', flush=True); {STUCK_IN_C}", node=node)
@@ -326,7 +326,7 @@ def test_a_worker_whose_node_has_gone_leaves_when_it_is_told_to(
     assert end_of(script)[0] == 143
 
 
-def test_a_worker_does_not_work_on_under_a_lost_lease(
+def test_a_worker_does_not_continue_with_a_lost_lease(
     start: Callable[..., "subprocess.Popen[str]"], node: Node
 ) -> None:
     script = start(f"should_stop(); print('up', flush=True); {STUCK_IN_C}", node=node)
@@ -337,7 +337,7 @@ def test_a_worker_does_not_work_on_under_a_lost_lease(
     assert "lease" in output
 
 
-def test_a_child_of_a_guarded_worker_dies_by_a_termination_as_ever(
+def test_a_child_of_a_guarded_worker_is_killed_by_a_termination(
     start: Callable[..., "subprocess.Popen[str]"], node: Node
 ) -> None:
     code = (
@@ -349,7 +349,7 @@ def test_a_child_of_a_guarded_worker_dies_by_a_termination_as_ever(
     assert end_of(start(code, node=node)) == (0, "-15 False\n")
 
 
-def test_a_handler_that_was_there_before_is_still_called(
+def test_a_previously_installed_handler_is_still_called(
     start: Callable[..., "subprocess.Popen[str]"],
 ) -> None:
     code = (
@@ -359,7 +359,7 @@ def test_a_handler_that_was_there_before_is_still_called(
     assert end_of(start(code)) == (0, "mine\nTrue\n")
 
 
-def test_outside_the_main_thread_the_signal_is_left_alone(
+def test_outside_the_main_thread_the_signal_handler_is_unchanged(
     start: Callable[..., "subprocess.Popen[str]"],
 ) -> None:
     code = (

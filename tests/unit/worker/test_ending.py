@@ -16,7 +16,7 @@ def write_export(directory: Path, *, step: int, output: Path, dtype: Any) -> Non
     (output / "config.json").write_text("{}")
 
 
-def test_an_export_at_the_end_removes_its_own_leftovers_alone(
+def test_an_export_at_the_end_removes_only_its_own_leftovers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hidden file of the volume or of a desktop, or a user's own export under way, is no leftover."""
@@ -36,7 +36,7 @@ def test_an_export_at_the_end_removes_its_own_leftovers_alone(
     assert found == {*theirs, *files, "step-8"}
 
 
-def test_a_first_export_makes_the_folder(
+def test_a_first_export_creates_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export, "export_checkpoint", write_export)

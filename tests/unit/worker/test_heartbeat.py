@@ -18,14 +18,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_nothing_is_known_before_the_first_beat() -> None:
+def test_the_age_is_unknown_before_the_first_heartbeat() -> None:
     heartbeat = WorkerHeartbeat()
     assert (heartbeat.step, heartbeat.slot, heartbeat.longest_slot_seconds) == (-1, -1, 0.0)
     heartbeat.rest()
     assert heartbeat.longest_slot_seconds == 0.0
 
 
-def test_waiting_for_others_is_no_part_of_a_slot(clock: list[float]) -> None:
+def test_waiting_for_other_ranks_does_not_count_as_slot_time(clock: list[float]) -> None:
     heartbeat = WorkerHeartbeat()
     for slot, seconds in enumerate((2.0, 5.0, 1.0)):
         heartbeat.beat(7, slot)
@@ -37,7 +37,7 @@ def test_waiting_for_others_is_no_part_of_a_slot(clock: list[float]) -> None:
     assert (heartbeat.step, heartbeat.slot, heartbeat.longest_slot_seconds) == (8, 0, 5.0)
 
 
-def test_the_supervisor_reads_what_another_process_has_begun() -> None:
+def test_the_supervisor_reads_the_slot_that_another_process_started() -> None:
     heartbeat = WorkerHeartbeat()
     process = multiprocessing.get_context("spawn").Process(
         target=heartbeat.beat, args=(4, 2)
@@ -48,7 +48,7 @@ def test_the_supervisor_reads_what_another_process_has_begun() -> None:
     assert (heartbeat.step, heartbeat.slot) == (4, 2)
 
 
-def test_no_memory_of_a_device_is_known_before_the_worker_has_said_some() -> None:
+def test_device_memory_is_unknown_before_the_worker_reports_it() -> None:
     heartbeat = WorkerHeartbeat()
     assert heartbeat.held_bytes is None
     heartbeat.beat(1, 0)
@@ -57,7 +57,7 @@ def test_no_memory_of_a_device_is_known_before_the_worker_has_said_some() -> Non
     assert (heartbeat.step, heartbeat.slot) == (1, 0)
 
 
-def test_memory_is_read_on_devices_with_an_account_and_only_where_somebody_looks(
+def test_memory_is_read_only_on_devices_with_statistics_and_if_it_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []

@@ -5,7 +5,7 @@ import pytest
 from evergrad_trainer.worker.states import Life, StateStatus, WorkerState
 
 
-def test_a_life_goes_through_its_worlds_to_its_end() -> None:
+def test_a_worker_life_passes_through_its_worlds_to_its_end() -> None:
     life = Life(StateStatus.FRESH)
     for _ in range(2):
         for phase in (
@@ -21,7 +21,7 @@ def test_a_life_goes_through_its_worlds_to_its_end() -> None:
     life.enter(WorkerState.ENDED)
 
 
-def test_a_world_that_breaks_is_given_up_wherever_it_breaks_and_the_life_goes_on() -> None:
+def test_a_world_that_breaks_in_any_state_is_left_and_the_life_continues() -> None:
     way = (WorkerState.SETUP, WorkerState.SETTLE, WorkerState.TRAIN, WorkerState.CLOSING)
     for length in range(1, len(way) + 1):
         life = Life(StateStatus.FRESH)
@@ -68,7 +68,7 @@ def test_an_error_ends_a_life_in_any_state_and_only_once(
         ([WorkerState.ENDED], WorkerState.FAILED),
     ],
 )
-def test_what_the_table_does_not_have_is_an_error_of_this_program(
+def test_a_transition_outside_the_table_is_an_internal_error(
     before: list[WorkerState], after: WorkerState
 ) -> None:
     life = Life(StateStatus.DIRTY)

@@ -125,14 +125,14 @@ def restores(session: Session) -> None:
     session.emit(EventType.RESTORED, {})
 
 
-def test_what_rank_0_has_noted_in_a_world_that_broke_is_written_by_the_next_start(
+def test_notes_of_rank_0_in_a_broken_world_are_written_by_the_next_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rows = live(open_session(tmp_path), monkeypatch, (0, breaks), (0, restores))
     assert rows == ["start", "fallback", "restored", "closed"]
 
 
-def test_what_a_rank_0_has_noted_is_written_before_another_one_takes_over(
+def test_notes_of_a_rank_0_are_written_before_another_rank_takes_over(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its own part of the next start is left to the new rank 0, which notes the same."""
@@ -140,13 +140,13 @@ def test_what_a_rank_0_has_noted_is_written_before_another_one_takes_over(
     assert rows == ["fallback", "closed"]
 
 
-def test_what_a_rank_0_has_noted_is_written_where_the_run_ends_without_another_world(
+def test_notes_of_a_rank_0_are_written_if_the_run_ends_without_another_world(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert live(open_session(tmp_path), monkeypatch, (0, breaks)) == ["fallback", "closed"]
 
 
-def test_other_ranks_keep_what_a_lost_rank_0_may_not_have_written(
+def test_other_ranks_keep_notes_that_a_lost_rank_0_may_not_have_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rows = live(open_session(tmp_path), monkeypatch, (1, breaks), (0, restores))
@@ -154,7 +154,7 @@ def test_other_ranks_keep_what_a_lost_rank_0_may_not_have_written(
 
 
 @pytest.mark.parametrize("others_go_on", [True, False])
-def test_a_stop_file_is_there_until_others_know_that_the_run_has_stopped(
+def test_a_stop_file_is_kept_until_other_ranks_know_that_the_run_has_stopped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others_go_on: bool
 ) -> None:
     """A rank 0 that dies before that leaves it to those that go on; where nobody does, its next start trains."""
@@ -193,7 +193,7 @@ def test_a_stop_file_is_there_until_others_know_that_the_run_has_stopped(
     assert not session.directory.stop_requested()
 
 
-def test_a_record_that_cannot_be_closed_is_an_error_of_a_life_that_is_not_over(
+def test_a_record_that_cannot_be_closed_is_an_error_of_a_running_life(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def release() -> None:
@@ -223,7 +223,7 @@ def test_a_record_that_cannot_be_closed_is_an_error_of_a_life_that_is_not_over(
     ],
     ids=["a start", "nobody may have announced it", "this rank has", "with steps it was"],
 )
-def test_a_start_that_nobody_may_have_announced_is_announced_in_the_next_world(
+def test_a_start_that_may_not_have_been_announced_is_announced_in_the_next_world(
     monkeypatch: pytest.MonkeyPatch,
     is_fresh: bool,
     steps_here: int,

@@ -78,12 +78,12 @@ async def ask(directory: Path, *messages: dict[str, object] | bytes) -> dict[str
     return json.loads(line) if line else {}
 
 
-def test_a_notice_survives_the_file() -> None:
+def test_a_notice_is_decoded_unchanged() -> None:
     assert decode_node_state(encode_node_state(NOTICE)) == NOTICE
 
 
 @pytest.mark.parametrize("offset", range(node_state.RECORD_BYTES))
-def test_a_record_with_one_wrong_byte_is_no_record(offset: int) -> None:
+def test_a_record_with_one_wrong_byte_is_refused(offset: int) -> None:
     record = bytearray(encode_node_state(NOTICE))
     record[offset] ^= 0x10
     with pytest.raises(NodeStateError):
@@ -93,12 +93,12 @@ def test_a_record_with_one_wrong_byte_is_no_record(offset: int) -> None:
 @pytest.mark.parametrize(
     "length", [0, 1, node_state.RECORD_BYTES - 1, node_state.RECORD_BYTES + 1]
 )
-def test_a_record_of_another_length_is_no_record(length: int) -> None:
+def test_a_record_of_another_length_is_refused(length: int) -> None:
     with pytest.raises(NodeStateError):
         decode_node_state((encode_node_state(NOTICE) * 2)[:length])
 
 
-def test_readers_see_whole_records_while_the_record_is_written(tmp_path: Path) -> None:
+def test_readers_see_complete_records_during_a_write(tmp_path: Path) -> None:
     seen: list[NodeState] = []
     is_over = threading.Event()
 
@@ -130,7 +130,7 @@ def test_readers_see_whole_records_while_the_record_is_written(tmp_path: Path) -
     )
 
 
-def test_a_report_reaches_the_node_as_it_was_sent(tmp_path: Path) -> None:
+def test_a_report_reaches_the_node_unchanged(tmp_path: Path) -> None:
     async def body(_: NodeStateServer, reports: list[dict[str, object]]) -> None:
         answer = await ask(
             tmp_path,
@@ -146,7 +146,9 @@ def test_a_report_reaches_the_node_as_it_was_sent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ['{"type": "report"}', '{"type": "report", "step": NaN, "loss": ["x"]}']
 )
-def test_a_report_of_odd_values_costs_its_sender_nothing(tmp_path: Path, text: str) -> None:
+def test_a_report_of_odd_values_does_not_disconnect_its_sender(
+    tmp_path: Path, text: str
+) -> None:
     async def body(_: NodeStateServer, reports: list[dict[str, object]]) -> None:
         assert (
             await ask(tmp_path, text.encode() + b"\n", {"type": "commit", "generation": 6})
@@ -157,7 +159,7 @@ def test_a_report_of_odd_values_costs_its_sender_nothing(tmp_path: Path, text: s
     run_with_server(tmp_path, body)
 
 
-def test_fields_that_the_node_does_not_know_are_passed_over(tmp_path: Path) -> None:
+def test_unknown_fields_of_a_report_are_ignored(tmp_path: Path) -> None:
     async def body(_: NodeStateServer, reports: list[dict[str, object]]) -> None:
         newer = {"step": 3, "totalSteps": 9, "epoch": 1, "tags": {"a": [1]}}
         answer = await ask(
@@ -178,7 +180,7 @@ def test_a_report_has_the_values_that_the_helper_reads() -> None:
     assert report.values == {"generation": 6, "rank": 0, **given}
 
 
-def test_each_kind_of_message_has_a_name_of_its_own() -> None:
+def test_each_kind_of_message_has_its_own_name() -> None:
     assert [kind.TYPE for kind in KINDS] == [
         "report",
         "commit",
@@ -210,7 +212,7 @@ def test_only_the_running_generation_may_commit(tmp_path: Path) -> None:
         b"x" * 3 * MAX_LINE_BYTES,
     ],
 )
-def test_nonsense_ends_its_own_connection_and_no_other(
+def test_invalid_data_ends_its_own_connection_and_no_other(
     tmp_path: Path, nonsense: bytes
 ) -> None:
     async def body(_: NodeStateServer, reports: list[dict[str, object]]) -> None:
@@ -221,7 +223,7 @@ def test_nonsense_ends_its_own_connection_and_no_other(
     run_with_server(tmp_path, body)
 
 
-def test_a_guard_counts_while_its_connection_lives(tmp_path: Path) -> None:
+def test_a_guard_counts_while_its_connection_is_open(tmp_path: Path) -> None:
     async def body(server: NodeStateServer, _: list[dict[str, object]]) -> None:
         assert not server.has_guard(6)
         with socket.socket(socket.AF_UNIX) as worker:
@@ -243,7 +245,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_workers_are_told_the_directory_and_their_generation(tmp_path: Path) -> None:
+def test_workers_get_the_directory_and_their_generation(tmp_path: Path) -> None:
     async def body(server: NodeStateServer, _: list[dict[str, object]]) -> None:
         assert server.environment == {"EVERGRAD_NODE_STATE": str(tmp_path)}
         server.announce(
@@ -257,7 +259,7 @@ def test_workers_are_told_the_directory_and_their_generation(tmp_path: Path) -> 
     run_with_server(tmp_path, body)
 
 
-def test_a_closed_server_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_closed_server_leaves_no_files(tmp_path: Path) -> None:
     async def body(_: NodeStateServer, __: list[dict[str, object]]) -> None:
         assert (tmp_path / "one" / RECORD_NAME).stat().st_mode & 0o077 == 0
 
@@ -266,7 +268,7 @@ def test_a_closed_server_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_a_worker_that_connects_while_the_server_is_closed_is_hung_up_on(
+def test_a_worker_that_connects_while_the_server_closes_is_disconnected(
     tmp_path: Path, turns: int
 ) -> None:
     async def body(server: NodeStateServer, _: list[dict[str, object]]) -> None:
@@ -290,7 +292,7 @@ def test_a_worker_that_connects_while_the_server_is_closed_is_hung_up_on(
     gc.collect()
 
 
-def test_a_directory_too_deep_for_a_socket_is_named(tmp_path: Path) -> None:
+def test_a_directory_path_too_long_for_a_socket_is_reported(tmp_path: Path) -> None:
     async def body(_: NodeStateServer, __: list[dict[str, object]]) -> None:
         raise AssertionError("the server must not start")
 

@@ -50,7 +50,7 @@ NCCL = (
         f"ended with exit code 70; it said: error: rank 1: {FAILURE_WORDS}",
     ],
 )
-def test_what_collectives_say_of_a_failed_peer_is_known_and_never_in_a_world_of_one(
+def test_collective_errors_of_a_failed_peer_are_recognised_except_in_a_world_of_one(
     text: str,
 ) -> None:
     assert is_peer_failure(text, world_size=2)
@@ -89,7 +89,7 @@ def test_what_collectives_say_of_a_failed_peer_is_known_and_never_in_a_world_of_
         ),
     ],
 )
-def test_an_error_of_the_scripts_own_stays_its_own(text: str) -> None:
+def test_an_error_of_the_script_is_not_a_peer_failure(text: str) -> None:
     assert not is_peer_failure(text, world_size=8)
 
 
@@ -122,7 +122,7 @@ def test_an_error_is_judged_by_its_class_first(error: Exception, is_of_peer: boo
     assert is_peer_error(error, world_size=4) is is_of_peer
 
 
-def test_a_chain_of_errors_that_is_a_circle_ends() -> None:
+def test_a_circular_chain_of_errors_is_followed_once() -> None:
     first, second = RuntimeError("a"), RuntimeError("b")
     first.__cause__, second.__cause__ = second, first
     assert not is_peer_error(first, world_size=4)

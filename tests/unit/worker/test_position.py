@@ -128,7 +128,7 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Other:
         (None, set()),
     ],
 )
-def test_the_data_of_the_run_that_is_gone_on_with_are_known(
+def test_the_data_of_the_continued_run_is_found(
     other: Other, load: str | None, found: set[str]
 ) -> None:
     assert find_fingerprints(make_run(load).training, other.path) == found
@@ -136,7 +136,7 @@ def test_the_data_of_the_run_that_is_gone_on_with_are_known(
     assert find_fingerprints(make_run(load).training, other.path) == frozenset()
 
 
-def test_the_data_of_a_run_with_another_template_are_none_to_go_on_in(other: Other) -> None:
+def test_data_of_a_run_with_another_template_cannot_be_continued(other: Other) -> None:
     ByteTokenizer().save_pretrained(other.path / "tokenizer")
     template = other.path / "tokenizer" / "chat_template.jinja"
     template.write_text("{{ messages }}")
@@ -154,7 +154,9 @@ def test_the_data_of_a_run_with_another_template_are_none_to_go_on_in(other: Oth
     assert find_fingerprints(run.training, other.path) == frozenset()
 
 
-def test_a_position_is_each_sources_place_behind_the_checkpoints_step(other: Other) -> None:
+def test_a_position_is_the_place_of_each_source_at_the_step_of_the_checkpoint(
+    other: Other,
+) -> None:
     found = other.find(make_run())
     assert found is not None
     assert found.start == DataStart(
@@ -165,11 +167,13 @@ def test_a_position_is_each_sources_place_behind_the_checkpoints_step(other: Oth
 
 
 @pytest.mark.parametrize("load", [None, "weights", "optimizer", "everything"])
-def test_no_other_level_looks_for_a_position(other: Other, load: str | None) -> None:
+def test_other_load_levels_have_no_position(other: Other, load: str | None) -> None:
     assert other.find(make_run(load)) is None
 
 
-def test_a_resume_in_another_directory_begins_where_that_run_began(other: Other) -> None:
+def test_a_resume_in_another_directory_starts_at_the_start_of_that_run(
+    other: Other,
+) -> None:
     began = START.go_on(2, cursor={"a": 6, "b": 2}, data_fingerprint="earlier")
     other.write(dataStart=began.to_json())
     found = other.find(make_run("everything"))
@@ -184,7 +188,7 @@ def test_a_resume_in_another_directory_begins_where_that_run_began(other: Other)
     )
 
 
-def test_a_resume_from_a_link_to_a_checkpoint_begins_where_that_checkpoints_run_began(
+def test_a_resume_through_a_link_to_a_checkpoint_starts_at_the_start_of_its_run(
     other: Other,
 ) -> None:
     began = START.go_on(2, cursor={"a": 6, "b": 2}, data_fingerprint="earlier")
@@ -201,7 +205,7 @@ def test_a_resume_from_a_link_to_a_checkpoint_begins_where_that_checkpoints_run_
     assert found is not None and found.start == began
 
 
-def test_a_position_needs_the_record_of_its_run(other: Other) -> None:
+def test_a_position_requires_the_record_of_its_run(other: Other) -> None:
     other.write(dataFingerprint="another")
     assert "does not lie in the directory of its run" in other.refusal(make_run())
     other.directory.resolved.unlink()
@@ -209,7 +213,9 @@ def test_a_position_needs_the_record_of_its_run(other: Other) -> None:
 
 
 @pytest.mark.parametrize("key", ["dataStart", "prepared", "manifest"])
-def test_a_damaged_key_of_the_other_runs_record_is_named(other: Other, key: str) -> None:
+def test_a_damaged_key_of_the_record_of_the_other_run_is_reported(
+    other: Other, key: str
+) -> None:
     other.write(**{key: [1]})
     said = other.refusal(make_run(), RunDirectoryError)
     assert said.startswith(f"{other.directory.resolved}: {key} is [1]; ")
@@ -223,14 +229,14 @@ def test_a_run_of_several_stages_or_of_an_older_version_has_no_position(
     assert "has not recorded where its sources begin" in other.refusal(make_run())
 
 
-def test_a_checkpoint_of_other_sources_than_the_record_has_is_refused(other: Other) -> None:
+def test_a_checkpoint_with_other_sources_than_the_record_is_refused(other: Other) -> None:
     other.choice = replace(other.choice, extra={"step": 6, "cursor": {"x": 7}})
     assert "step-6 is not at a position in the sources of its run" in other.refusal(
         make_run()
     )
 
 
-def test_fields_that_decide_items_and_order_are_named_and_the_others_may_differ(
+def test_fields_that_determine_items_and_order_are_named_and_others_may_differ(
     other: Other,
 ) -> None:
     data = {"sources": [{"name": "b", "path": "b.jsonl"}], "sequenceLength": 32}
@@ -258,7 +264,7 @@ def test_fields_that_decide_items_and_order_are_named_and_the_others_may_differ(
     )
 
 
-def test_weights_of_sources_and_how_they_are_mixed_may_differ(other: Other) -> None:
+def test_weights_and_mixing_of_sources_may_differ(other: Other) -> None:
     sources = [
         {"name": "b", "path": "elsewhere.jsonl", "weight": 9},
         {"name": "c", "path": "c.jsonl"},
@@ -267,14 +273,14 @@ def test_weights_of_sources_and_how_they_are_mixed_may_differ(other: Other) -> N
     assert other.find(make_run(data=data)) is not None
 
 
-def test_another_tokenizer_makes_other_samples_of_every_source(other: Other) -> None:
+def test_another_tokenizer_changes_the_samples_of_every_source(other: Other) -> None:
     found = other.find(make_run())
     assert found is not None
     with pytest.raises(CheckpointError, match="its content is other, and byte in"):
         check_content(found, found.start, prepared_of(("b", "B"), tokenizer="other"))
 
 
-def test_another_chat_template_makes_other_samples_where_it_is_recorded(
+def test_another_recorded_chat_template_changes_the_samples(
     other: Other,
 ) -> None:
     found = other.find(make_run())
@@ -287,7 +293,7 @@ def test_another_chat_template_makes_other_samples_where_it_is_recorded(
     check_content(found, found.start, prepared_of(("b", "B"), template="2"))
 
 
-def test_content_of_a_source_that_an_earlier_run_left_out_is_refused_where_it_is_cut_otherwise(
+def test_content_of_an_omitted_source_is_refused_if_it_is_split_differently(
     other: Other,
 ) -> None:
     began = DataStart(
@@ -309,7 +315,7 @@ def test_content_of_a_source_that_an_earlier_run_left_out_is_refused_where_it_is
     assert "spec.training.data.sources[1]: why is y of a run before" in str(error.value)
 
 
-def test_sources_that_begin_at_their_first_sample_and_may_be_earlier_ones_are_named(
+def test_new_sources_that_may_be_renamed_earlier_ones_are_named(
     other: Other,
 ) -> None:
     found = other.find(make_run())
@@ -330,7 +336,7 @@ def test_sources_that_begin_at_their_first_sample_and_may_be_earlier_ones_are_na
     assert "does not say which files y had" in said
 
 
-def test_content_that_is_cut_into_other_samples_is_refused(other: Other) -> None:
+def test_content_that_is_split_into_other_samples_is_refused(other: Other) -> None:
     found = other.find(make_run())
     assert found is not None
     prepared = prepared_of(("c", "C"), ("bee", "B"))

@@ -249,13 +249,13 @@ def test_arguments_become_settings(tmp_path: Path) -> None:
         ({"EVERGRAD_NODE": "3", "JOB_COMPLETION_INDEX": "4"}, "3"),
     ],
 )
-def test_the_nodes_index_comes_from_the_environment_too(
+def test_the_index_of_the_node_can_come_from_the_environment(
     environment: dict[str, str], node: str
 ) -> None:
     assert parse_settings(parameters(node=""), environment).node == node
 
 
-def test_an_address_of_version_6_is_taken_without_its_brackets() -> None:
+def test_an_ipv6_address_is_used_without_its_brackets() -> None:
     assert parse_settings(parameters(endpoint="[::1]:29400"), {}).host == "::1"
 
 
@@ -281,7 +281,7 @@ def test_an_address_of_version_6_is_taken_without_its_brackets() -> None:
         ),
     ],
 )
-def test_a_bad_argument_is_named_with_its_remedy(
+def test_an_invalid_argument_is_reported_with_its_remedy(
     config: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ValueError) as caught:
@@ -289,7 +289,7 @@ def test_a_bad_argument_is_named_with_its_remedy(
     assert message in str(caught.value)
 
 
-def test_all_bad_arguments_are_told_at_once_and_end_with_64(
+def test_all_invalid_arguments_are_reported_together_with_exit_code_64(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("EVERGRAD_NODE", "JOB_COMPLETION_INDEX"):
@@ -300,7 +300,7 @@ def test_all_bad_arguments_are_told_at_once_and_end_with_64(
     assert len(capsys.readouterr().err.strip().splitlines()) == 3
 
 
-def test_torch_finds_the_backend_and_loading_it_is_cheap() -> None:
+def test_torch_finds_the_backend_and_loading_it_is_fast() -> None:
     code = (
         "import sys; from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as r; "
         "import evergrad_trainer.torchrun.rendezvous as e; "
@@ -353,7 +353,7 @@ def test_a_group_is_joined_by_plan_ready_and_go(handler: EvergradRendezvousHandl
     assert handler.use_agent_store
 
 
-def test_each_plan_gets_a_store_of_its_own(handler: EvergradRendezvousHandler) -> None:
+def test_each_plan_gets_its_own_store(handler: EvergradRendezvousHandler) -> None:
     client = FakeClient.newest
     rendezvous = Rendezvous(handler)
     client.say(plan(7))
@@ -370,7 +370,9 @@ def test_each_plan_gets_a_store_of_its_own(handler: EvergradRendezvousHandler) -
     assert client.hello().had == Placement(8, 1, 1, 2)
 
 
-def test_a_spare_says_that_it_is_out_and_waits(handler: EvergradRendezvousHandler) -> None:
+def test_a_spare_reports_itself_as_such_and_waits(
+    handler: EvergradRendezvousHandler,
+) -> None:
     client = FakeClient.newest
     rendezvous = Rendezvous(handler)
     client.say(plan(7, is_member=False))
@@ -389,7 +391,7 @@ def test_a_spare_says_that_it_is_out_and_waits(handler: EvergradRendezvousHandle
         (Refused("token", "another token", 64), 70),
     ],
 )
-def test_the_coordinators_exit_code_is_the_agents(
+def test_the_exit_code_of_the_coordinator_is_the_exit_code_of_the_agent(
     handler: EvergradRendezvousHandler,
     capfd: pytest.CaptureFixture[str],
     message: End | Refused,
@@ -403,7 +405,7 @@ def test_the_coordinators_exit_code_is_the_agents(
     assert handler.is_closed()
 
 
-def test_a_rendezvous_without_a_coordinator_says_so_and_gives_up_after_torchs_join_timeout(
+def test_a_rendezvous_without_a_coordinator_logs_it_and_ends_at_the_join_timeout(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = parse_settings(parameters(timeout=900, join_timeout=35), {})
@@ -425,7 +427,7 @@ def test_a_rendezvous_without_a_coordinator_says_so_and_gives_up_after_torchs_jo
         silence.check(36.0, now=151.0)
 
 
-def test_a_spare_that_the_coordinator_knows_of_may_wait_for_longer(
+def test_a_spare_known_to_the_coordinator_may_wait_longer(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     silence = _Silence(parse_settings(parameters(join_timeout=35), {}), now=100.0)
@@ -433,7 +435,7 @@ def test_a_spare_that_the_coordinator_knows_of_may_wait_for_longer(
     assert capsys.readouterr().err == ""
 
 
-def test_the_handler_raises_torchs_own_error(
+def test_the_handler_raises_the_error_of_torch(
     handler: EvergradRendezvousHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "_WAIT_SECONDS", 0.01)
@@ -448,7 +450,7 @@ def test_the_handler_raises_torchs_own_error(
 # ---- while workers run -------------------------------------------------------------------------------------
 
 
-def test_workers_run_on_while_nothing_happens_and_the_group_is_told_to_be_up_once(
+def test_workers_continue_without_changes_and_the_group_is_reported_up_once(
     handler: EvergradRendezvousHandler,
 ) -> None:
     join(handler)
@@ -460,7 +462,7 @@ def test_workers_run_on_while_nothing_happens_and_the_group_is_told_to_be_up_onc
     "message",
     [plan(8), plan(8, hard=False), Pong(8), Welcome(8, 10.0, 3.0), End(70, "failed")],
 )
-def test_workers_are_stopped_when_their_group_is_over(
+def test_workers_are_stopped_when_their_group_ends(
     handler: EvergradRendezvousHandler, message: Message
 ) -> None:
     join(handler)
@@ -485,7 +487,7 @@ def test_workers_are_stopped_when_the_lease_is_lost(
     rendezvous.join(PATIENCE)
 
 
-def test_a_rendezvous_nobody_asked_for_is_a_failure(
+def test_an_unrequested_rendezvous_is_a_failure(
     handler: EvergradRendezvousHandler,
 ) -> None:
     client = FakeClient.newest
@@ -500,7 +502,7 @@ def test_a_rendezvous_nobody_asked_for_is_a_failure(
     assert rendezvous.exit_code == 70
 
 
-def test_a_rendezvous_that_was_asked_for_is_none(
+def test_a_requested_rendezvous_is_not_a_failure(
     handler: EvergradRendezvousHandler,
 ) -> None:
     client = FakeClient.newest
@@ -514,7 +516,7 @@ def test_a_rendezvous_that_was_asked_for_is_none(
     rendezvous.wait()
 
 
-def test_workers_that_stop_in_order_are_given_the_time_for_it(
+def test_workers_that_stop_gracefully_get_the_time_for_it(
     handler: EvergradRendezvousHandler,
 ) -> None:
     join(handler)
@@ -531,7 +533,7 @@ def test_workers_that_stop_in_order_are_given_the_time_for_it(
 # ---- the end -----------------------------------------------------------------------------------------------
 
 
-def test_the_exit_barrier_is_a_vote_and_lasts_until_the_coordinator_has_counted(
+def test_the_exit_barrier_is_a_vote_that_lasts_until_the_coordinator_has_counted(
     handler: EvergradRendezvousHandler,
 ) -> None:
     client = FakeClient.newest
@@ -553,7 +555,7 @@ def test_the_exit_barrier_is_a_vote_and_lasts_until_the_coordinator_has_counted(
     assert not waiting.is_alive()
 
 
-def test_the_last_progress_is_said_before_the_vote_that_may_end_the_run(
+def test_the_last_progress_is_sent_before_the_vote_that_may_end_the_run(
     handler: EvergradRendezvousHandler,
 ) -> None:
     client = FakeClient.newest
@@ -567,7 +569,7 @@ def test_the_last_progress_is_said_before_the_vote_that_may_end_the_run(
     assert kinds.index(Progress) < kinds.index(Done)
 
 
-def test_a_run_that_fails_while_we_wait_for_its_end_fails_us(
+def test_a_run_that_fails_during_the_exit_barrier_fails_the_agent(
     handler: EvergradRendezvousHandler,
 ) -> None:
     store = join(handler).store
@@ -578,7 +580,7 @@ def test_a_run_that_fails_while_we_wait_for_its_end_fails_us(
     assert caught.value.code == 70
 
 
-def test_workers_that_ended_well_only_because_they_were_told_to_stop_are_not_done(
+def test_workers_that_ended_successfully_only_on_a_stop_request_are_not_done(
     handler: EvergradRendezvousHandler,
 ) -> None:
     store = join(handler).store
@@ -594,7 +596,7 @@ def test_workers_that_ended_well_only_because_they_were_told_to_stop_are_not_don
     assert FakeClient.newest.never_heard(Done)
 
 
-def test_a_signal_is_reported_at_once_and_the_node_leaves_in_order(
+def test_a_signal_is_reported_at_once_and_the_node_drains(
     handler: EvergradRendezvousHandler,
 ) -> None:
     client = FakeClient.newest
@@ -610,7 +612,7 @@ def test_a_signal_is_reported_at_once_and_the_node_leaves_in_order(
     assert not any(isinstance(message, Broken) for message in client.sent)
 
 
-def test_a_node_that_is_told_to_leave_says_so_and_is_gone(
+def test_a_node_that_receives_leave_confirms_it_and_exits(
     handler: EvergradRendezvousHandler,
 ) -> None:
     client = FakeClient.newest
@@ -619,7 +621,7 @@ def test_a_node_that_is_told_to_leave_says_so_and_is_gone(
     assert handler.is_closed()
 
 
-def test_a_closed_handler_leaves_no_directory_behind(
+def test_a_closed_handler_leaves_no_directory(
     handler: EvergradRendezvousHandler,
 ) -> None:
     directory = Path(os.environ["EVERGRAD_NODE_STATE"])
@@ -672,7 +674,7 @@ def test_reports_of_rank_0_become_progress_and_a_new_checkpoint_a_boundary(
     assert handler._link.loop.members.reports.step == 5
 
 
-def test_only_the_own_generation_is_asked_for_commits(
+def test_commits_are_requested_only_for_the_own_generation(
     handler: EvergradRendezvousHandler,
 ) -> None:
     join(handler)
@@ -746,7 +748,7 @@ def run_watched(directory: Path, code: str, **variables: str) -> list[SeenEnd]:
         ("os.abort()", -6),
     ],
 )
-def test_the_end_of_a_worker_is_seen_before_the_agent_collects_it(
+def test_the_end_of_a_worker_is_observed_before_the_agent_reaps_it(
     tmp_path: Path, code: str, exit_code: int
 ) -> None:
     began = time.monotonic()
@@ -755,11 +757,11 @@ def test_the_end_of_a_worker_is_seen_before_the_agent_collects_it(
     assert began < ends[0].at <= time.monotonic()
 
 
-def test_children_that_are_no_workers_of_this_group_are_left_alone(tmp_path: Path) -> None:
+def test_children_that_are_not_workers_of_this_group_are_ignored(tmp_path: Path) -> None:
     assert run_watched(tmp_path, "import sys; sys.stdin.read()", MASTER_PORT="54321") == []
 
 
-def test_the_message_is_that_of_the_error_file(tmp_path: Path) -> None:
+def test_the_message_is_read_from_the_error_file(tmp_path: Path) -> None:
     error = {"message": {"message": "ValueError: no", "extraInfo": {"timestamp": "1"}}}
     (tmp_path / "error.json").write_text(json.dumps(error))
     assert (
@@ -798,7 +800,7 @@ def test_without_an_error_file_the_message_is_the_end_of_the_log(tmp_path: Path)
         (1, "torch.OutOfMemoryError: CUDA out of memory.", 2, "out_of_memory"),
     ],
 )
-def test_a_failure_has_a_cause(
+def test_a_failure_is_classified_by_cause(
     exit_code: int | None, message: str, world_size: int, cause: str
 ) -> None:
     end = SeenEnd(rank=1, exit_code=exit_code, at=10.0, message=message)
@@ -813,7 +815,7 @@ def test_a_failure_has_a_cause(
     assert broken.is_final == (exit_code == 64)
 
 
-def test_a_forked_child_holds_neither_connection_nor_pipe(
+def test_a_forked_child_inherits_neither_connection_nor_pipe(
     handler: EvergradRendezvousHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (

@@ -33,7 +33,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def test_equal_states_have_equal_numbers_whatever_their_order() -> None:
+def test_equal_states_have_equal_hashes_in_any_order() -> None:
     state = make_state()
     assert hash_state(state) == hash_state(dict(reversed(make_state().items())))
     assert -(2**63) <= hash_state(state) < 2**63
@@ -43,7 +43,7 @@ def test_equal_states_have_equal_numbers_whatever_their_order() -> None:
 @pytest.mark.parametrize(
     "name", [name for name, tensor in make_state().items() if tensor.numel()]
 )
-def test_every_single_bit_changes_the_number(name: str) -> None:
+def test_every_single_bit_changes_the_hash(name: str) -> None:
     state = make_state()
     whole = hash_state(state)
     data = bytes_of(state[name])
@@ -57,12 +57,12 @@ def test_every_single_bit_changes_the_number(name: str) -> None:
     assert hash_state(state) == whole
 
 
-def test_two_tensors_that_change_places_change_the_number() -> None:
+def test_two_swapped_tensors_change_the_hash() -> None:
     one, other = torch.randn(8), torch.randn(8)
     assert hash_state({"a": one, "b": other}) != hash_state({"a": other, "b": one})
 
 
-def test_a_view_at_an_odd_place_of_its_storage_has_the_number_of_its_values() -> None:
+def test_an_unaligned_view_has_the_hash_of_its_values() -> None:
     base = torch.randn(9)
     assert hash_state({"a": base[1:]}) == hash_state({"a": base[1:].clone()})
 
@@ -84,7 +84,7 @@ def test_a_view_at_an_odd_place_of_its_storage_has_the_number_of_its_values() ->
         "the only holder outvotes those it fed", "a wrong holder and those it fed",
     ],
 )  # fmt: skip
-def test_the_majority_of_those_that_held_the_state_is_right(
+def test_the_majority_of_the_holders_of_the_state_is_right(
     values: list[int], holders: tuple[int, ...], suspects: tuple[int, ...]
 ) -> None:
     assert find_suspects(values, holders=holders) == suspects
@@ -100,7 +100,7 @@ def test_the_majority_of_those_that_held_the_state_is_right(
     ],
     ids=["parts differ", "two replicas cannot tell", "one of three", "one of each part"],
 )
-def test_a_rank_is_compared_with_those_that_hold_the_same_part_of_other_replicas(
+def test_a_rank_is_compared_with_ranks_that_hold_the_same_shard_of_other_replicas(
     values: list[int], suspects: tuple[int, ...]
 ) -> None:
     assert find_suspects(values, shards=2) == suspects
@@ -133,7 +133,7 @@ def test_the_rank_whose_state_differs_is_named() -> None:
         compare_states(state, Ranks(own + 1), step=7)  # type: ignore[arg-type]
 
 
-def test_the_rank_whose_part_of_a_replica_differs_is_named() -> None:
+def test_the_rank_whose_shard_of_a_replica_differs_is_named() -> None:
     state = make_state()
     own = hash_state(state)
     compare_states(state, Ranks(3, own, 3), step=7, shards=2)  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def test_the_rank_whose_part_of_a_replica_differs_is_named() -> None:
         compare_states(state, Ranks(3, own, 4), step=7, shards=2)  # type: ignore[arg-type]
 
 
-def test_what_every_rank_holds_is_compared_with_all_of_them_also_beside_shards() -> None:
+def test_replicated_tensors_next_to_shards_are_compared_on_all_ranks() -> None:
     state = make_state()
     name = sorted(state)[0]
     own = hash_state({name: state[name]})
@@ -158,7 +158,7 @@ def test_what_every_rank_holds_is_compared_with_all_of_them_also_beside_shards()
         compare_states(state, Ranks(own + 1, own), step=7, shards=3, replicated=[name])  # type: ignore[arg-type]
 
 
-def test_a_rank_that_was_fed_is_compared_with_its_source_alone() -> None:
+def test_a_rank_that_received_state_is_compared_only_with_its_source() -> None:
     """Where replicas are not compared, since hosts of different kinds may differ by rounding."""
     state = make_state()
     own = hash_state(state)
@@ -168,7 +168,7 @@ def test_a_rank_that_was_fed_is_compared_with_its_source_alone() -> None:
     assert raised.value.ranks == (2,)
 
 
-def test_ranks_at_different_steps_are_told_with_their_steps() -> None:
+def test_ranks_at_different_steps_are_reported_with_their_steps() -> None:
     compare_steps([4, 4])
     with pytest.raises(
         DivergedError,

@@ -46,12 +46,16 @@ ODD: list[Any] = [
     ],
     ids=str,
 )
-def test_whatever_holds_one_finite_number_is_that_number(value: Any, number: float) -> None:
+def test_any_value_with_one_finite_number_is_converted_to_it(
+    value: Any, number: float
+) -> None:
     assert read_values({"loss": value}) == ({"loss": number}, {})
 
 
 @pytest.mark.parametrize("value", ODD, ids=lambda value: type(value).__name__)
-def test_any_other_value_is_left_out_with_its_reason_and_costs_no_other(value: Any) -> None:
+def test_any_other_value_is_omitted_with_its_reason_without_affecting_others(
+    value: Any,
+) -> None:
     found, left_out = read_values({"step": 3, "loss": value, "tokens_per_second": 7.0})
     assert found == {"step": 3, "tokens_per_second": 7.0}
     assert left_out.keys() == {"loss"}
@@ -61,7 +65,7 @@ def test_any_other_value_is_left_out_with_its_reason_and_costs_no_other(value: A
 @pytest.mark.parametrize(
     "value", [*ODD, 2.5, 10**30, -2], ids=lambda value: type(value).__name__
 )
-def test_a_step_is_a_whole_number_that_a_coordinator_takes(value: Any) -> None:
+def test_a_step_is_a_whole_number_within_the_bounds_of_the_coordinator(value: Any) -> None:
     assert read_values({"step": value, "loss": 1.0}) == (
         {"loss": 1.0},
         {"step": read_values({"step": value})[1]["step"]},
@@ -79,7 +83,7 @@ def test_a_whole_number_may_be_a_float_or_a_tensor() -> None:
 
 
 @pytest.mark.parametrize("value", ODD, ids=lambda value: type(value).__name__)
-def test_no_value_makes_a_message_that_cannot_be_sent(value: Any) -> None:
+def test_no_value_gives_a_message_that_cannot_be_sent(value: Any) -> None:
     odd = dict.fromkeys(
         ("step", "total_steps", "loss", "tokens_per_second", "checkpoint_step"), value
     )
@@ -112,7 +116,7 @@ def test_a_report_without_a_readable_step_keeps_its_other_values(
     )
 
 
-def test_a_torchrun_agent_reports_a_checkpoint_beside_a_loss_that_is_not_finite() -> None:
+def test_a_torchrun_agent_reports_a_checkpoint_next_to_a_non_finite_loss() -> None:
     reports = WorkerReports()
     reports.begin(3)
     said = reports.take(
@@ -128,7 +132,7 @@ def step_record(step: int, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_progress_has_the_numbers_of_the_recipe_that_are_finite() -> None:
+def test_progress_contains_the_finite_numbers_of_the_recipe() -> None:
     metrics = NodeMetrics("r", "0")
     metrics.tell("step_end", step_record(5, metrics={"kl": 0.125, "other": NAN}))
     assert metrics.progress is not None
@@ -136,7 +140,7 @@ def test_progress_has_the_numbers_of_the_recipe_that_are_finite() -> None:
     encode(metrics.progress)
 
 
-def test_an_evaluation_is_told_at_once_and_again_with_every_step() -> None:
+def test_an_evaluation_is_reported_at_once_and_again_with_every_step() -> None:
     metrics = NodeMetrics("r", "0")
     metrics.tell("step_end", step_record(5))
     metrics.tell(
@@ -149,7 +153,7 @@ def test_an_evaluation_is_told_at_once_and_again_with_every_step() -> None:
     assert (metrics.progress.step, metrics.progress.evaluations) == (6, told)
 
 
-def test_evaluations_of_any_number_fit_into_a_message() -> None:
+def test_any_number_of_evaluations_fits_into_a_message() -> None:
     metrics = NodeMetrics("r", "0")
     metrics.tell("step_end", step_record(5))
     for number in range(100):
@@ -168,7 +172,7 @@ def test_evaluations_of_any_number_fit_into_a_message() -> None:
     encode(metrics.progress)
 
 
-def test_saves_that_fail_and_succeed_are_part_of_the_progress() -> None:
+def test_failed_and_successful_saves_are_part_of_the_progress() -> None:
     metrics = NodeMetrics("r", "0")
     step = {
         "step": 3,

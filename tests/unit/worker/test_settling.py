@@ -46,7 +46,7 @@ def adopt(*rows: dict[str, Any]) -> TrainingProgress:
     return progress
 
 
-def test_a_rank_tells_the_newest_checkpoint_it_knows_to_stand() -> None:
+def test_a_rank_reports_the_newest_checkpoint_that_it_knows_as_published() -> None:
     progress = TrainingProgress(
         finished_steps=8, resumed_step=3, saved_step=6, steps_here=5, evaluated_step=4
     )
@@ -73,7 +73,7 @@ def test_a_rank_tells_the_newest_checkpoint_it_knows_to_stand() -> None:
     assert describe_rank(progress, checkpoints(failures=2), held_step=-1)["failures"] == 2
 
 
-def test_everybody_remembers_what_those_with_the_newest_step_remember(
+def test_all_ranks_adopt_the_memory_of_the_ranks_with_the_newest_step(
     synthetic: ModuleType,
 ) -> None:
     record = asdict(synthetic.step_record(8))
@@ -91,7 +91,7 @@ def test_everybody_remembers_what_those_with_the_newest_step_remember(
     assert progress.best == BEST
 
 
-def test_an_evaluation_that_only_some_have_finished_is_done_again() -> None:
+def test_an_evaluation_that_only_some_ranks_have_finished_is_repeated() -> None:
     assert adopt(row(8, evaluated_step=8), row(8, evaluated_step=4)).evaluated_step == 4
 
 
@@ -112,7 +112,7 @@ def test_an_evaluation_that_only_some_have_finished_is_done_again() -> None:
         "a begun save of a rank without state",
     ],
 )
-def test_a_save_is_lost_when_nobody_has_seen_it_stand(
+def test_a_save_is_lost_if_no_rank_has_seen_it_published(
     rows: list[dict[str, Any]], published: int, is_lost: bool
 ) -> None:
     progress = adopt(*rows)
@@ -123,7 +123,7 @@ def test_a_save_is_lost_when_nobody_has_seen_it_stand(
 @pytest.mark.parametrize(
     ("step", "published", "is_kept"), [(8, 5, False), (8, 6, True), (6, 5, True)]
 )
-def test_a_best_whose_save_was_lost_is_the_one_before_unless_its_state_is_still_there(
+def test_a_best_step_whose_save_was_lost_is_replaced_unless_its_state_still_exists(
     step: int, published: int, is_kept: bool
 ) -> None:
     """Else the next one, even a worse one, would become the best and let go of the one before."""
@@ -137,7 +137,7 @@ def test_a_best_whose_save_was_lost_is_the_one_before_unless_its_state_is_still_
     ("of_the_newest", "of_an_older", "expected"),
     [(True, False, True), (False, True, False), (False, False, False)],
 )
-def test_what_was_measured_and_not_saved_is_known_to_a_newcomer_too(
+def test_a_joining_rank_knows_of_measurements_that_are_not_saved(
     of_the_newest: bool, of_an_older: bool, expected: bool
 ) -> None:
     """Ranks that do not agree would not all take part in the save."""
@@ -149,13 +149,13 @@ def test_what_was_measured_and_not_saved_is_known_to_a_newcomer_too(
     assert progress.is_tally_unsaved == expected
 
 
-def test_without_a_published_best_there_is_none() -> None:
+def test_without_a_published_best_there_is_no_best() -> None:
     values = {"best": BEST, "best_before": BEFORE}
     progress = adopt(row(8, **values, published=2, begun=6))
     assert (progress.best, progress.best_before) == (None, None)
 
 
-def test_an_error_of_the_volume_that_no_one_expected_is_told_as_the_hosts() -> None:
+def test_an_unexpected_volume_error_is_reported_as_a_host_fault() -> None:
     end = report_end(None, OSError(errno.EIO, "Input/output error"), generation=3)
     assert (
         isinstance(end.last_words, Failed) and end.last_words.kind == ErrorKind.ENVIRONMENT

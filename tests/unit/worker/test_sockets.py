@@ -39,7 +39,7 @@ def is_cut(one: socket.socket) -> bool:
         return False
 
 
-def test_connections_are_found_and_nothing_else(listener: socket.socket) -> None:
+def test_only_connections_are_found(listener: socket.socket) -> None:
     first, second = socket.socketpair()
     with (
         first,
@@ -55,7 +55,7 @@ def test_connections_are_found_and_nothing_else(listener: socket.socket) -> None
             assert connected_sockets() - before == {inode_of(one) for one in pair}
 
 
-def test_a_cut_frees_both_ends_and_spares_other_connections_and_listeners(
+def test_a_cut_frees_both_ends_and_keeps_other_connections_and_listeners(
     listener: socket.socket,
 ) -> None:
     with connect(listener) as old:
@@ -71,7 +71,7 @@ def test_a_cut_frees_both_ends_and_spares_other_connections_and_listeners(
             assert later[1].recv(1) == b"y"
 
 
-def test_a_connection_that_gets_the_number_of_a_closed_one_is_not_cut(
+def test_a_connection_that_reuses_the_number_of_a_closed_one_is_not_cut(
     listener: socket.socket,
 ) -> None:
     # Tests before this one in the process may have left connections open.
@@ -85,7 +85,7 @@ def test_a_connection_that_gets_the_number_of_a_closed_one_is_not_cut(
         assert second[1].recv(1) == b"x"
 
 
-def test_cutting_twice_or_nothing_is_no_error(listener: socket.socket) -> None:
+def test_a_second_or_empty_cut_is_not_an_error(listener: socket.socket) -> None:
     assert cut_sockets(frozenset()) == 0
     outside = connected_sockets()
     with connect(listener):
@@ -94,7 +94,7 @@ def test_cutting_twice_or_nothing_is_no_error(listener: socket.socket) -> None:
         cut_sockets(named)
 
 
-def test_looking_leaves_no_descriptor_behind(listener: socket.socket) -> None:
+def test_a_search_for_connections_leaves_no_descriptor(listener: socket.socket) -> None:
     with connect(listener):
         with socket.socket() as probe:
             lowest = probe.fileno()

@@ -15,7 +15,7 @@ from evergrad_trainer.worker.liveness import WorkerHeartbeat
 from evergrad_trainer.worker.states import Life, LifeEnd, StateStatus, WorkerState
 
 
-def test_what_is_read_while_the_state_is_built_is_a_sign_of_life(
+def test_reading_while_the_state_is_built_counts_as_a_heartbeat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class BuiltError(Exception):
@@ -35,7 +35,7 @@ def test_what_is_read_while_the_state_is_built_is_a_sign_of_life(
     assert heartbeat.moved_bytes == 500
 
 
-def test_an_error_after_the_end_of_a_workers_life_is_the_one_that_its_node_gets(
+def test_an_error_after_the_end_of_a_worker_life_is_reported_to_its_node(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Closing an essential observer of a task, for instance."""

@@ -36,7 +36,7 @@ def test_a_signal_is_a_request(signals: StopSignals, number: signal.Signals) -> 
     assert wait_for(signals)
 
 
-def test_many_terminations_are_one_request(signals: StopSignals) -> None:
+def test_several_terminations_are_one_request(signals: StopSignals) -> None:
     for _ in range(5):
         os.kill(os.getpid(), signal.SIGTERM)
     assert wait_for(signals)
@@ -52,7 +52,7 @@ def test_many_terminations_are_one_request(signals: StopSignals) -> None:
         (signal.SIGINT, 9.0, "second"),
     ],
 )
-def test_a_second_request_is_told_from_the_same_one_sent_to_the_process_and_its_group(
+def test_a_second_request_is_distinguished_from_one_sent_to_process_and_group(
     later: int, after: float, meaning: str
 ) -> None:
     count = StopCount()
@@ -60,7 +60,7 @@ def test_a_second_request_is_told_from_the_same_one_sent_to_the_process_and_its_
     assert count.note(later, now=5.0 + after) == meaning
 
 
-def test_handlers_and_wakeup_are_put_back() -> None:
+def test_handlers_and_wakeup_are_restored() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     one = StopSignals()
     one.install()
@@ -75,7 +75,7 @@ def test_handlers_and_wakeup_are_put_back() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_a_process_that_is_stuck(number: signal.Signals) -> None:
+def test_a_second_signal_ends_a_process_that_hangs(number: signal.Signals) -> None:
     """Stuck in C with the interpreter's lock released, as in a collective."""
     code = (
         "import threading; from evergrad_trainer.worker.signals import StopSignals; "
@@ -114,7 +114,7 @@ def test_a_second_signal_ends_a_process_that_is_stuck(number: signal.Signals) ->
         (["gen"], "There is no checkpoint: the same command starts again at step 1"),
     ],
 )
-def test_a_second_request_to_stop_names_the_checkpoint_that_is_kept(
+def test_a_second_stop_request_names_the_checkpoint_that_is_kept(
     names: list[str], end: str, tmp_path: Path
 ) -> None:
     for name in names:

@@ -156,7 +156,7 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     )
 
 
-def test_a_node_that_waits_restarts_the_workers_without_spending_a_restart(
+def test_a_waiting_node_restarts_the_workers_without_using_up_a_restart(
     restarted: Outcome,
 ) -> None:
     assert restarted.exit_code == 0, restarted.output
@@ -165,7 +165,7 @@ def test_a_node_that_waits_restarts_the_workers_without_spending_a_restart(
     assert restarted.worker("well")["TORCHELASTIC_RESTART_COUNT"] == "0"
 
 
-def test_the_agents_store_is_used_for_the_exit_barrier_and_for_nothing_else(
+def test_the_store_of_the_agent_is_used_only_for_the_exit_barrier(
     restarted: Outcome,
 ) -> None:
     used = restarted.agent["store"]
@@ -187,7 +187,7 @@ def test_identical_workers_are_ranked_by_node_without_a_store(restarted: Outcome
 
 
 @pytest.mark.parametrize("exit_code", [0, 64])
-def test_a_system_exit_out_of_the_rendezvous_is_the_agents_exit_code(
+def test_a_system_exit_from_the_rendezvous_is_the_exit_code_of_the_agent(
     tmp_path: Path, exit_code: int
 ) -> None:
     plan = {"ends": ["sleep-once"], "rank": 0, "nodes": 1, "exit": exit_code}
@@ -196,7 +196,7 @@ def test_a_system_exit_out_of_the_rendezvous_is_the_agents_exit_code(
     assert outcome.agent["rendezvous"] == 2
 
 
-def test_workers_are_clients_of_the_store_that_the_agent_holds(tmp_path: Path) -> None:
+def test_workers_are_clients_of_the_store_of_the_agent(tmp_path: Path) -> None:
     """Rank 0 would fail to open it a second time at the same port."""
     plan = {"ends": ["join"], "rank": 0, "nodes": 1, "exit": 1}
     outcome = Outcome(tmp_path, plan, "--nproc-per-node=2", "--max-restarts=0")
@@ -208,7 +208,7 @@ def test_workers_are_clients_of_the_store_that_the_agent_holds(tmp_path: Path) -
     assert outcome.worker("join")["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
 
-def test_a_failed_worker_asks_for_the_next_rendezvous_and_spends_a_restart(
+def test_a_failed_worker_causes_the_next_rendezvous_and_uses_up_a_restart(
     tmp_path: Path,
 ) -> None:
     plan = {"ends": ["fail", "well"], "rank": 0, "nodes": 1, "exit": 1}

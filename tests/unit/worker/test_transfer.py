@@ -36,7 +36,7 @@ from evergrad_trainer.state.transfer import (
         ),
     ],
 )
-def test_those_with_the_newest_step_share_the_feeding(
+def test_ranks_with_the_newest_step_share_the_state_transfer(
     steps: list[int], expected: tuple[StateTransfer, ...]
 ) -> None:
     assert plan_transfers(steps) == expected
@@ -86,7 +86,7 @@ def make_state(seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 64, 1 << 20])
-def test_a_straggler_then_holds_the_source_s_bits(
+def test_a_receiving_rank_holds_the_bits_of_the_source(
     monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
     monkeypatch.setattr(transfer, "_CHUNK_BYTES", chunk_bytes)
@@ -102,7 +102,7 @@ def test_a_straggler_then_holds_the_source_s_bits(
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 64, 1 << 20])
-def test_what_one_rank_reads_goes_from_rank_to_rank(
+def test_state_read_by_one_rank_is_forwarded_from_rank_to_rank(
     monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
     monkeypatch.setattr(transfer, "_CHUNK_BYTES", chunk_bytes)
@@ -127,7 +127,7 @@ def test_what_one_rank_reads_goes_from_rank_to_rank(
     )
 
 
-def test_a_read_that_fails_in_the_middle_is_known_to_all_ranks(
+def test_a_read_that_fails_midway_is_reported_to_all_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transfer, "_CHUNK_BYTES", 1)

@@ -77,7 +77,7 @@ def awaited(watchdog: Watchdog, *, step: int) -> "list[Any]":
     return orders
 
 
-def test_each_change_is_answered_once_with_the_step_that_is_held(pair: Pair) -> None:
+def test_each_change_is_answered_once_with_the_held_step(pair: Pair) -> None:
     orders = awaited(pair.watchdog, step=7)
     for generation in (1, 4):
         pair.supervisor.send(channel.WorkerPlan(generation, hard=False))
@@ -104,14 +104,16 @@ def test_a_begin_older_than_the_newest_change_is_ignored(pair: Pair) -> None:
 @pytest.mark.parametrize(
     "order", [channel.WorkerFinish(0), channel.WorkerLeave(9, save=True)]
 )
-def test_the_end_is_an_order_whatever_was_planned(pair: Pair, order: Any) -> None:
+def test_the_end_overrides_any_plan(pair: Pair, order: Any) -> None:
     pair.supervisor.send(channel.WorkerPlan(8, hard=False))
     pair.supervisor.send(order)
     pair.settle()
     assert pair.watchdog.await_order(step=0) == order
 
 
-def test_a_soft_change_is_a_wish_for_the_next_boundary_and_cuts_nothing(pair: Pair) -> None:
+def test_a_soft_change_is_a_request_for_the_next_boundary_and_cuts_no_connection(
+    pair: Pair,
+) -> None:
     interrupt = Interrupt()
     pair.watchdog.enter(1, interrupt)
     assert not pair.watchdog.is_changing()
@@ -127,7 +129,7 @@ def test_a_soft_change_is_a_wish_for_the_next_boundary_and_cuts_nothing(pair: Pa
     assert not pair.watchdog.is_changing()
 
 
-def test_a_change_that_can_wait_does_so_once_however_often_it_is_planned_anew(
+def test_a_deferrable_change_waits_once_even_if_it_is_planned_again(
     pair: Pair,
 ) -> None:
     pair.watchdog.enter(1, Interrupt())
@@ -145,7 +147,7 @@ def test_a_change_that_can_wait_does_so_once_however_often_it_is_planned_anew(
     assert pair.watchdog.can_wait(), "another group, another patience"
 
 
-def test_a_soft_change_that_turns_hard_gives_the_group_up(pair: Pair) -> None:
+def test_a_soft_change_that_becomes_hard_aborts_the_group(pair: Pair) -> None:
     interrupt = Interrupt()
     pair.watchdog.enter(1, interrupt)
     for hard in (False, True):
@@ -155,7 +157,7 @@ def test_a_soft_change_that_turns_hard_gives_the_group_up(pair: Pair) -> None:
     pair.watchdog.leave()
 
 
-def test_a_hard_change_heard_before_a_group_of_older_number_is_entered_gives_it_up_at_once(
+def test_a_hard_change_received_before_an_older_group_is_entered_aborts_it_at_once(
     pair: Pair,
 ) -> None:
     pair.supervisor.send(channel.WorkerPlan(5, hard=True))
@@ -169,7 +171,7 @@ def test_a_hard_change_heard_before_a_group_of_older_number_is_entered_gives_it_
     pair.watchdog.leave()
 
 
-def test_a_hard_change_for_the_group_s_own_or_an_older_number_is_no_reason_to_leave(
+def test_a_hard_change_for_the_same_or_an_older_generation_aborts_no_group(
     pair: Pair,
 ) -> None:
     interrupt = Interrupt()
@@ -181,7 +183,7 @@ def test_a_hard_change_for_the_group_s_own_or_an_older_number_is_no_reason_to_le
     pair.watchdog.leave()
 
 
-def test_the_end_of_the_run_gives_the_group_up(pair: Pair) -> None:
+def test_the_end_of_the_run_aborts_the_group(pair: Pair) -> None:
     interrupt = Interrupt()
     pair.watchdog.enter(1, interrupt)
     pair.supervisor.send(channel.WorkerFinish(75))
@@ -190,7 +192,7 @@ def test_the_end_of_the_run_gives_the_group_up(pair: Pair) -> None:
     pair.watchdog.leave()
 
 
-def test_connections_of_the_group_are_cut_until_it_is_left_and_none_after(
+def test_connections_of_the_group_are_cut_until_the_group_is_left(
     pair: Pair,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -216,7 +218,7 @@ def test_connections_of_the_group_are_cut_until_it_is_left_and_none_after(
             assert next_one.recv(1) == b"x"
 
 
-def test_a_connection_opened_after_the_group_has_formed_is_not_cut(pair: Pair) -> None:
+def test_a_connection_opened_after_the_group_was_formed_is_not_cut(pair: Pair) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pair.watchdog.enter(1, Interrupt())
         group = socket.create_connection(listener.getsockname())
@@ -236,9 +238,7 @@ def test_a_connection_opened_after_the_group_has_formed_is_not_cut(pair: Pair) -
         pair.watchdog.leave()
 
 
-def test_the_end_of_the_supervisor_is_the_end_of_the_process(
-    pair: Pair, exits: list[int]
-) -> None:
+def test_the_end_of_the_supervisor_ends_the_process(pair: Pair, exits: list[int]) -> None:
     assert exits == []
     pair.supervisor.close()
     assert until(lambda: exits == [ExitCode.INTERNAL])
