@@ -22,7 +22,8 @@ SYSCTLS = {
 
 
 def violations(pod: Mapping[str, Any]) -> list[str]:
-    """Every rule the pod breaks, in words; empty for one that may run in an enforcing namespace."""
+    """Return each rule that the pod breaks, as a text; empty for a pod that may run in an enforcing
+    namespace."""
     spec = pod["spec"]
     return [
         *_of_pod(spec),

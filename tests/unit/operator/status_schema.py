@@ -1,4 +1,4 @@
-"""The schema of a run's status, and what the API server would say of a value."""
+"""The schema of a run's status, and the API server's verdict on a value."""
 
 import functools
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Whatever happens to a run, in whatever order, and wherever the operator dies: what must never
-be, never is."""
+"""Random events of a run, in any order, with an operator that dies at any point: invariants always hold."""
 
 import copy
 import json
@@ -63,7 +62,7 @@ def happen(world: Simulation, event: tuple[Any, ...]) -> None:
 
 
 def check(world: Simulation) -> None:
-    """What holds after every pass."""
+    """Check the invariants after each pass."""
     live = [
         int(world.pods[name]["metadata"]["labels"]["evergrad.dev/index"])
         for name in world.live()

@@ -1,4 +1,4 @@
-"""Images and priority classes that an installation allows: for every pod of a run, whoever has named them."""
+"""Images and priority classes that an installation allows, for every pod of a run, wherever they are set."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ def fetcher(image: str | None) -> dict[str, Any]:
 
 
 def begun(config: Any = BOUNDED, profile: str = "", **spec: Any) -> Simulation:
-    """A run after its first passes. ``profile``: that of its namespace."""
+    """A run after its first passes. ``profile``: profile of its namespace."""
     simulation = Simulation(config=config)
     simulation.create_run(**spec)
     put_profile(simulation, profile)
@@ -160,7 +160,7 @@ def test_an_installation_profile_may_set_more_for_runs_that_have_started_too() -
     simulation = begun(of_installation(image=BAD, template=template))
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
-    # It keeps what it has begun with, whatever becomes of the profile.
+    # The run keeps the values that it began with, even if the profile changes.
     simulation.start_pods()
     simulation.settle()
     simulation.config = BOUNDED
@@ -214,7 +214,7 @@ def test_a_run_of_an_earlier_version_may_use_values_of_its_installation_profile(
     train(simulation)
     take_earlier_note(simulation)
     for changed in (config, BOUNDED):
-        # Once seen, it is kept, whatever becomes of the profile.
+        # A value that was observed once is kept, even if the profile changes.
         simulation.config = changed
         simulation.start_operator()
         simulation.settle()

@@ -1,4 +1,5 @@
-"""The informer cache: newest wins, lists prune, versions shown twice are no news, and what the watch owes is known."""
+"""The informer cache: the newest version wins, lists prune, repeated versions change nothing, and missing
+watch events are known."""
 
 from typing import Any
 
@@ -401,12 +402,12 @@ def test_deleted_objects_are_not_expected_from_the_watch(cache: InformerCache) -
         covers=lambda namespace: True,
     )
     assert cache.expectations.lag() == {PODS: 180.0, RUNS: 180.0}
-    # An end has a version of its own, which is newer than every answer about the object.
+    # The event of a deletion has its own version, which is newer than every response about the object.
     cache.see(PODS, pod("run-2-0", uid="c", version=15), is_deleted=True, is_watched=True)
     cache.see(PODS, pod("run-2-0", uid="c", version=14))  # its answer comes after its end
     cache.see(
         RUNS, run(uid="new", version=21), is_watched=True
-    )  # nobody told of the end of the one before
+    )  # no event reported the end of the previous one
     now[0] = 360.0
     assert cache.expectations.lag() == {PODS: 0.0, RUNS: 0.0}
 
@@ -425,14 +426,14 @@ def test_the_last_state_of_a_deleted_pod_is_kept_for_a_bounded_time() -> None:
     cache = InformerCache(clock=lambda: now)
     cache.see(PODS, pod(version=10, phase="Running"), is_watched=True)
     assert cache.gone(KEY) == []
-    # An answer says that it is gone; then the watch shows it as it was last.
+    # A response reports that the object is gone; then the watch shows its last version.
     cache.forget(PODS, pod(version=10))
     now += 2.0
     cache.see(PODS, pod(version=11, phase="Failed"), is_deleted=True, is_watched=True)
     [(raw, seconds)] = cache.gone(KEY)
     assert (raw["status"], seconds) == ({"phase": "Failed"}, 2.0)
     assert cache.gone(("ns", "other")) == []
-    # What a written status counts is not counted again, though an event may still come.
+    # The change in a written status is not counted again, although an event may still come.
     cache.drop_gone(KEY, ["u1", "unknown"])
     cache.see(PODS, pod(version=12, phase="Failed"), is_deleted=True, is_watched=True)
     assert cache.gone(KEY) == []

@@ -1,4 +1,5 @@
-"""A coordinator that fell silent is replaced before Kubernetes gives up its host, and no other one is."""
+"""A coordinator that does not respond is replaced before Kubernetes gives up its host; no other coordinator
+is."""
 
 import errno
 from dataclasses import replace
@@ -67,7 +68,7 @@ def test_a_new_coordinator_is_not_replaced_for_the_silence_of_its_predecessor() 
     [
         {
             "has_answered": False
-        },  # perhaps no operator can reach it: it would be replaced for ever
+        },  # perhaps no operator can reach it: it would be replaced forever
         {"has_timed_out": False},  # its host is alive, and the kubelet starts it again
         {"is_alone": False},  # the operator itself is cut off
         {"attempt": 7},
@@ -105,7 +106,7 @@ def test_an_operator_killed_while_it_replaces_a_silent_coordinator_creates_one_s
     with pytest.raises(Crash):
         world.settle()
     world.store.before = world.store.after = lambda write: None
-    # What was silence to the one before is not known to the next, which polls anew.
+    # A new operator does not know how long the coordinator has not responded, so it polls again.
     world.start_operator()
     world.settle()
     world.fall_silent(is_host_dead=True)

@@ -1,4 +1,4 @@
-"""Statuses, annotations and labels that somebody has damaged: they hurt neither their run nor another one."""
+"""Statuses, annotations and labels that a user has damaged affect neither their run nor another run."""
 
 import json
 import logging
@@ -197,7 +197,7 @@ def test_every_status_is_written_as_it_was_read(status: Any) -> None:
     memory = parse_memory(status if isinstance(status, dict) else {})
     built = build_memory(memory)
     json.dumps(built, allow_nan=False)
-    # What is written differently each time would be written for ever.
+    # A status that differs at each write would be written forever.
     assert build_memory(parse_memory({**built, "conditions": memory.conditions})) == built
 
 

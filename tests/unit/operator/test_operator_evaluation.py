@@ -1,4 +1,4 @@
-"""Each published checkpoint of a run with ``spec.evaluation`` is evaluated by a pod of its own."""
+"""Each published checkpoint of a run with ``spec.evaluation`` is evaluated in a separate pod."""
 
 import copy
 import json
@@ -125,7 +125,7 @@ def test_evaluation_takes_the_oldest_checkpoint_first_and_finds_unreported_check
     publish(simulation, 8)
     assert simulation.pods("evaluation") == ["run-evaluate-4-0"]
     assert shown(simulation)["waiting"] == 3
-    # Step 5 was published between two answers of the coordinator: the volume alone knows of it.
+    # Step 5 was published between two responses of the coordinator, so only the volume shows it.
     end(simulation, "run-evaluate-4-0", 4, waiting=[5, 6, 8])
     assert "run-evaluate-5-1" in simulation.pods("evaluation")
     for serial, step in enumerate((5, 6, 8), start=1):
@@ -622,7 +622,7 @@ def move(simulation: Simulation, host: str) -> None:
 
 
 def demanded(simulation: Simulation, name: str) -> list[str]:
-    """Hosts that a pod may come to."""
+    """Return the hosts on which a pod may run."""
     affinity = pod(simulation, name)["spec"].get("affinity") or {}
     key = "requiredDuringSchedulingIgnoredDuringExecution"
     terms = affinity.get("nodeAffinity", {}).get(key, {}).get("nodeSelectorTerms", [])

@@ -112,7 +112,7 @@ def test_a_run_that_needs_a_person_exports_its_reason() -> None:
     [
         {},
         {"phase": "Waiting", "reason": "Queued", **stalled("NothingInTheWay", "False")},
-        # It has an alert of its own.
+        # This has a separate alert.
         {"phase": "Failed", **stalled("UserError")},
         {"phase": "Complete", **stalled("UserError")},
         {"conditions": ["Stalled", {"type": "Stalled"}, None]},

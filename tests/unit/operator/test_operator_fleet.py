@@ -104,7 +104,8 @@ def test_the_page_listens_on_loopback_only_and_refuses_cross_site_requests() -> 
         status, kind, text = await asyncio.to_thread(ask, f"{url}/live")
         assert (status, kind) == (200, "text/event-stream")
         assert b'"docs-lm"' in text
-        # Another site may make a browser ask, under a name of its own that leads here, or across.
+        # Another site may make a browser send a request: through its own name that resolves to this host, or
+        # cross-site.
         for headers in ({"Host": f"evil.example:{port}"}, {"Sec-Fetch-Site": "cross-site"}):
             assert (await asyncio.to_thread(ask, f"{url}/live", **headers))[0] == 403
         await page.close()

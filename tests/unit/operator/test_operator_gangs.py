@@ -1,4 +1,5 @@
-"""PodGroups of gang schedulers: who is in one, what makes and changes it, and what a run says without one."""
+"""PodGroups of gang schedulers: their members, their creation and changes, and the status of a run without
+one."""
 
 import asyncio
 import dataclasses
@@ -307,7 +308,7 @@ def test_enabling_gangs_leaves_existing_runs_unchanged_until_they_restart() -> N
     world.age(100)
     world.end("docs-lm-1-0", 137)
     world.reconcile()
-    # A group of this one alone would wait for a second member for ever.
+    # A group with only this pod would wait forever for a second member.
     (pod,) = made(world).values()
     assert LABEL not in pod["metadata"]["labels"]
     assert ("PodGroup", "docs-lm") not in world.children
@@ -472,7 +473,7 @@ def test_failed_discovery_holds_only_a_new_run_and_reports_the_reason(
     simulation.settle()
     assert simulation.pods() == ["run-0-0", "run-1-0"] and simulation.refused() == []
 
-    # Runs at work go on with the group that was found before.
+    # Running runs continue with the group version that was found before.
     simulation.start_pods()
     simulation.settle()
     simulation.now += 2 * FOUND_SECONDS
@@ -566,7 +567,7 @@ def test_the_message_names_an_object_of_an_unknown_version() -> None:
 
 
 class Served:
-    """An API server that has these versions, and counts what it is asked."""
+    """An API server that has these versions, and counts the requests."""
 
     def __init__(self, *versions: str) -> None:
         self.versions = versions

@@ -36,7 +36,7 @@ BY_DIGEST = f"registry.example/trainer@{A}"
         ("trainer:1", f"docker.io/library/trainer@{A}", f"trainer@{A}"),
         ("team/trainer:1", f"docker.io/team/trainer@{A}", f"team/trainer@{A}"),
         ("docker.io/trainer:1", f"docker.io/library/trainer@{A}", f"docker.io/trainer@{A}"),
-        # What follows is in no registry by that digest, or nobody can know whether it is.
+        # The following images are in no registry by this digest, or this cannot be determined.
         ("registry.example/trainer:1", A, ""),
         ("registry.example/trainer:1", f"docker://{A}", ""),
         ("registry.example/trainer:1", f"docker.io/library/import-2026-11-22@{A}", ""),
@@ -212,7 +212,7 @@ def test_a_pod_with_another_image_ends_as_a_host_fault_and_the_first_pod_stays(
 def test_a_pod_that_requested_the_digest_stays_if_its_host_reports_another_image_id(
     image: str | None,
 ) -> None:
-    """Hosts that know two manifests of one image name a container's by whichever comes first."""
+    """Hosts that have two manifests of one image may report either of them for a container."""
     world = begin([BY_DIGEST, BY_DIGEST], **({} if image is None else {"image": image}))
     replace_node(world, "docs-lm-1-0")
     world.start("docs-lm-1-1")

@@ -1,5 +1,5 @@
-"""What a run's template adds to its pods: an account, variables of whole objects, init containers, and bounds
-on the host's disk; and how the ends of such pods are explained."""
+"""Additions of a run's template to its pods: an account, variables from whole objects, init containers, and
+limits for the host's disk; and the explanation of the ends of such pods."""
 
 import dataclasses
 import json
@@ -168,7 +168,7 @@ def test_template_keys_never_override_values_that_evergrad_sets() -> None:
     world.reconcile()
     (container,) = node_pod(world)["spec"]["containers"]
     assert container["envFrom"] == [{"configMapRef": {"name": "settings"}}]
-    # Kubernetes lets `env` win over `envFrom`: whatever keys the ConfigMap has, these stay.
+    # In Kubernetes, `env` takes precedence over `envFrom`: these stay, whatever keys the ConfigMap has.
     named = {one["name"] for one in container["env"]}
     assert {"EVERGRAD_POD_IP", "HOME", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR"} <= named
 
@@ -362,7 +362,7 @@ def fail_before(
     [
         (1, {}, PodCause.WORKER_CRASH),
         (64, {}, PodCause.USER_ERROR),
-        # EX_TEMPFAIL: no word of ours from a program that is not ours.
+        # EX_TEMPFAIL: exit codes of other programs do not have our meaning.
         (75, {}, PodCause.WORKER_CRASH),
         (137, {"reason": "OOMKilled"}, PodCause.OUT_OF_MEMORY),
         (128, {"reason": "StartError"}, PodCause.START_ERROR),

@@ -26,7 +26,7 @@ Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Port:
-    """A webhook that serves, and clients of it that are no API server."""
+    """A running webhook, and clients of it that are not an API server."""
 
     def __init__(self, served: Webhook, authority: bytes) -> None:
         self.served = served
@@ -75,7 +75,7 @@ async def serve() -> AsyncIterator[Port]:
 
 
 def hold_checks(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """Let checks stand still. The first event is set once one has begun, the second lets them go on."""
+    """Pause checks. The first event is set after one has begun; set the second event to continue them."""
     begun, goes_on = threading.Event(), threading.Event()
 
     def wait(*arguments: Any) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def test_requests_that_never_complete_are_closed_oldest_first_for_the_api_server
             assert await read_status(slow[0]) == 503
             assert (await port.post())[0] == 200
             assert await read_status(slow[1]) == 503
-            # The others have room beside it, and may still end.
+            # The other requests have free slots, and may still end.
             for reader, writer in slow[2:]:
                 writer.write(b" " * (size - 1))
                 assert await read_status((reader, writer)) == 400

@@ -46,7 +46,7 @@ EXPECTED = {
     "failed": "Failed",
     "deleting": "Terminating",
 }
-"""What tools that wait shall see of each state."""
+"""The state that waiting tools must see for each case."""
 AT_ITS_END = {Phase.RUNNING, Phase.COMPLETE, Phase.SUSPENDED}
 
 
@@ -71,7 +71,7 @@ def every_status() -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.fixture(scope="session")
 def kstatus() -> None:
-    """The real program; a few seconds where it has to be built."""
+    """Return the real program, which may need some seconds to build."""
     if reason := toolbox.unavailable("kstatus"):
         pytest.skip(reason)
 

@@ -199,8 +199,8 @@ def test_a_slow_server_never_blocks_the_event_loop() -> None:
             asyncio.create_task(kube.apply(config_map(str(number), a="1")))
             for number in range(100)
         ]
-        # The server answers in the same loop, and only when this has come to its end: a call that waited for
-        # it would hang.
+        # The server answers in the same loop, and only after this call: a call that waits for the answer
+        # would hang.
         for _ in range(100):
             await asyncio.sleep(0.001)
         assert not any(call.done() for call in calls)
@@ -304,7 +304,7 @@ def test_every_request_is_counted_by_verb_resource_and_code() -> None:
 
 
 def in_pod(server: FakeServer, folder: Path, token: str) -> dict[str, str]:
-    """A pod's surroundings. The certificate is any that parses: the server speaks plain HTTP."""
+    """Create the environment of a pod. The certificate only needs to be valid: the server uses plain HTTP."""
     import certifi
 
     (folder / "token").write_text(token)

@@ -1,4 +1,4 @@
-"""The lease: one holder at a time, whoever is stopped, slow or cut off."""
+"""The lease: only one holder at a time, even if a process is stopped, slow or cut off."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -17,7 +17,7 @@ PLACE = "leases", "ns", "evergrad-operator"
 
 
 class LeaseCluster(FakeCluster):
-    """What a gate asks of the API server."""
+    """The requests of a gate to the API server."""
 
     async def create(self, body: Any, *, is_fenced: bool = True) -> Any:
         return self._try(lambda: self.store.create(KINDS[body["kind"]].plural, body))

@@ -1,4 +1,4 @@
-"""The memory limit that ended a pod, and where it comes from; LimitRanges that refuse a pod."""
+"""The memory limit that ended a pod, and the origin of the limit; LimitRanges that refuse a pod."""
 
 from simulated_run import Simulation
 

@@ -1,4 +1,4 @@
-"""Objects of thousands of levels, as an API server keeps them: one of them disturbs no other run."""
+"""Objects with thousands of levels, as stored by an API server: they do not affect other runs."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Raw pods, claims, other runs and coordinators' answers → values; what is broken in them hurts nobody."""
+"""Raw pods, claims, other runs and coordinators' responses → values; invalid parts have no effect."""
 
 from typing import Any
 

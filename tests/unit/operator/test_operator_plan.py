@@ -495,7 +495,7 @@ def test_a_claim_that_must_stay_loses_its_owner_while_the_run_is_held_too() -> N
             "run.evergrad.dev/docs-lm",
         ]
 
-    # What is being deleted already is the garbage collector's.
+    # The garbage collector handles objects that are already being deleted.
     changed.raw["metadata"]["deletionTimestamp"] = format_time(START)
     assert changed.reconcile() and changed.plan.claim is None
 
@@ -555,7 +555,7 @@ def test_records_of_unfinished_runs_are_dropped_last_and_counted() -> None:
     assert stale.annotations == ("run.evergrad.dev/trial-0",)
     assert stale.dropped_unfinished is None
 
-    # Where all are unfinished, the oldest go, and are added to those that went before.
+    # If all are unfinished, the oldest are removed, and are added to those that were removed before.
     gone = [record_of(f"try-{i}", i, is_complete=False) for i in range(KEPT_RECORDS + 2)]
     claim = dataclasses.replace(
         claim, records={one.run: one for one in gone}, dropped_unfinished=3
@@ -884,7 +884,7 @@ def test_the_start_does_not_wait_for_elastic_nodes_that_a_queue_admits_later(
     coordinator, *nodes = world.plan.create
     assert [pod["metadata"]["name"] for pod in nodes] == ["docs-lm-0-0", "docs-lm-1-0"]
     arguments = coordinator["spec"]["containers"][0]["args"]
-    # Nodes of a script begin anew when another joins: they wait for it.
+    # Nodes of a script restart when another node joins, so they wait for it.
     assert arguments[arguments.index("--expect") + 1] == expected
 
 
@@ -1036,13 +1036,13 @@ def test_pods_are_annotated_for_prometheus_if_the_installation_requests_it() -> 
     on: dict[str, Any] = {"scrape_annotations": True}
     opened = scraped({}, **on, metrics_from=("monitoring",))
     assert opened == {node: of_node, coordinator: of_coordinator}
-    # Nobody reaches a coordinator that policies close, and all do where there are none.
+    # If policies block the coordinator, no client reaches it; without policies, all clients do.
     assert scraped({}, **on)[coordinator] == {}
     assert scraped({}, **on, network_policies=False)[coordinator] == of_coordinator
     # A team's own annotations are its own.
     own = {"annotations": {"prometheus.io/scrape": "false"}}
     assert scraped({"template": own}, **on)[node] == {**of_node, "scrape": "false"}
-    # Any free port is known to nobody before the node is there.
+    # A free port is not known before the node runs.
     training = {**make_run()["spec"]["training"], "metrics": {"port": 0}}
     assert scraped({"training": training}, **on)[node] == {}
 

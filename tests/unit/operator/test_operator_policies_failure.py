@@ -25,7 +25,7 @@ from evergrad_operator.edge.cache.host_index import HostIndex
 
 
 def begun(**spec: Any) -> Simulation:
-    """A run whose pods have started, each on a host of its own, and whose group has not formed."""
+    """A run whose pods have started, each on a separate host, and whose group has not formed."""
     world = Simulation(make_run(**spec))
     world.reconcile()
     world.start()
@@ -118,7 +118,7 @@ def test_exit_code_64_of_one_node_never_ends_a_run_whose_group_trains() -> None:
 
 
 def test_exit_code_64_does_not_end_a_run_that_trained_under_an_older_operator() -> None:
-    """Its nodes know no token: those that a new coordinator turns away end with 64."""
+    """Its nodes have no token: nodes that a new coordinator refuses end with 64."""
     world = Simulation().run()
     del world.raw["status"]["memory"]["formed"]
     world.vanish("docs-lm-coordinator-0")  # while the operator was upgraded
@@ -132,7 +132,7 @@ def test_exit_code_64_does_not_end_a_run_that_trained_under_an_older_operator() 
 
 
 def test_a_replaced_node_gets_no_token_until_its_older_coordinator_is_replaced() -> None:
-    """It was made by an operator before tokens, and turns away whoever brings one."""
+    """An operator before tokens created it, and it refuses every client with a token."""
     world = Simulation().run()
     spec = world.pods["docs-lm-coordinator-0"]["spec"]
     spec["volumes"] = [one for one in spec["volumes"] if one["name"] != "evergrad-token"]
@@ -603,7 +603,7 @@ def test_a_newer_step_resets_the_failure_count() -> None:
 def test_a_step_from_before_a_failure_does_not_cancel_the_failure(
     last_polled: int, phase: str
 ) -> None:
-    """A node is out of memory after step 20 each time, whichever step the last poll before that has shown."""
+    """A node runs out of memory after step 20 each time, whatever step the previous poll has shown."""
     world = Simulation(make_run(nodes={"min": 1, "max": 1})).run(step=5)
     for number in range(1, 5):
         for step in (8, last_polled):
@@ -629,7 +629,7 @@ def test_a_step_from_before_a_failure_does_not_cancel_the_failure(
 def test_without_a_coordinator_status_after_a_failure_no_step_counts_as_progress() -> None:
     world = Simulation().run(step=10)
     fail(world)
-    # The coordinator does not answer. What it said last stays, and it is the same after a restart.
+    # The coordinator does not answer. Its last response is kept, and is the same after a restart.
     for _ in range(3):
         world.age(60)
         world.settle()

@@ -38,7 +38,7 @@ def test_a_successful_end_of_a_pod_from_before_a_restart_completes_nothing(
     first, second = world.live()
     world.train(10, phase="Failed", reason="UserError", message="ValueError")
     world.reconcile()
-    # In the time for last words a script ends with 0, since its peers are gone.
+    # A script ends with 0 in its grace period, because its peers are gone.
     world.end(first, 0, reason="Completed")
     world.end(second, 0 if is_other_done else 70)
     for seconds in (2, 60):
@@ -862,7 +862,7 @@ def test_a_run_that_was_extended_in_place_has_the_same_recipe_after_it_is_recrea
     first.run()
     again = with_claim(shared("docs-lm", uid="later", training=longer), first)
     assert again.reconcile().action == Action.RUN
-    # What cannot be read says nothing of the recipe.
+    # An unreadable record contains no information about the recipe.
     known = first.status["recipeHash"]
     first.set_spec(training={**longer, "horizon": {"steps": "many"}})
     first.settle()
@@ -1135,7 +1135,7 @@ def test_an_edit_of_a_run_without_pods_is_not_reported_again_by_later_edits() ->
     world.settle()
     assert told() == ["spec.training.skipSteps: [] → [12]"]
 
-    # Another change is another event, also where it takes the first one back and makes it again.
+    # Another change is another event, even if it reverts the first change and makes it again.
     world.set_spec(training=TRAINING)
     world.settle()
     world.set_spec(training={**TRAINING, "skipSteps": [12]})

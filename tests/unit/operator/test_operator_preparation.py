@@ -1,5 +1,4 @@
-"""The data of a run with ``spec.preparation`` are prepared by a pod of its own, before any node is asked
-for."""
+"""A separate pod prepares the data of a run with ``spec.preparation``, before any node is requested."""
 
 import json
 from typing import Any
@@ -363,7 +362,7 @@ def test_an_edit_of_the_prepared_data_deletes_the_pod_and_is_reported(
     simulation.end_pod("run-prepare-0")
     simulation.reap()
     simulation.settle()
-    # What the old pod has finished was of the old file.
+    # The old pod's result belongs to the old file.
     assert simulation.pods("preparation") == ["run-prepare-1"] and simulation.pods() == []
     assert simulation.status["restarts"]["total"] == 0
     start(simulation)

@@ -304,7 +304,7 @@ def test_a_run_keeps_its_profile_and_a_restart_takes_the_new_one() -> None:
         "image"
     ] == ("trainer:1")
 
-    # Started anew, all pods have the profiles of now.
+    # After a restart, all pods have the current profiles.
     simulation.store.change("trainingruns", *KEY, {"spec": {"restartNonce": "2"}})
     for _ in range(4):
         simulation.settle()

@@ -1,4 +1,4 @@
-"""Asking coordinators: bounded in size, time and number; what is no answer is none."""
+"""Requests to coordinators: bounded in size, time and number; invalid responses are ignored."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ KEY = ("ns", "run")
 
 
 class Coordinator:
-    """Answers as told, and counts."""
+    """Answers as configured, and counts the requests."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Coordinator:
 def ask(
     coordinator: Coordinator, *, num_news: int = 1, **settings: Any
 ) -> tuple[Coordinators, list[bool]]:
-    """What is known after so many news, and all that were told."""
+    """Return the state after a number of events, and all notifications."""
     news: list[bool] = []
 
     async def main() -> Coordinators:
@@ -224,7 +224,7 @@ def test_an_immediate_poll_keeps_the_last_status_if_the_response_is_invalid() ->
             PollSettings(port=await coordinator.listen(), timeout=PATIENCE)
         )
         await known.ask(KEY)
-        assert known.answer(KEY) is None and not coordinator.requests  # nobody is followed
+        assert known.answer(KEY) is None and not coordinator.requests  # none is followed
         known.follow(KEY, "127.0.0.1", 3, token="t")
         await known.ask(KEY)
         coordinator.body = b"no JSON"
@@ -372,7 +372,7 @@ def test_silence_is_measured_from_the_first_failed_poll_and_reported_at_its_thre
         assert (silence.reason, silence.attempt, silence.has_answered) == (reason, 3, True)
         assert silence.has_timed_out == (cause == "timeout")
         assert silence.seconds >= 130.0
-        assert known.answer(KEY) is None  # what it said may be long over
+        assert known.answer(KEY) is None  # its last response may be outdated
         assert set(causes) == {cause}
         is_well = True
         told.clear()

@@ -64,7 +64,7 @@ class Queued:
         self.simulation.store.change("trainingruns", *KEY, {"spec": {"suspend": suspend}})
 
     def preempt(self, *, left: int) -> None:
-        """A workload of a higher priority takes the gang's place; ``left``: what it leaves of the quota."""
+        """A workload with a higher priority takes the gang's place. ``left``: the rest of the quota."""
         group = next(name for name in self.kueue.admitted if not name.startswith("pod-"))
         self.simulation.now += 100
         self.kueue.quota = left
@@ -84,7 +84,7 @@ class Queued:
         return self.simulation.store.get("pods", "ns", name)
 
     def groups(self) -> dict[str, str]:
-        """Group of each node's pod, empty for those that are admitted alone."""
+        """Return the group of each node's pod; empty for pods that are admitted alone."""
         return {
             name: self.pod(name)["metadata"]["labels"].get(GROUP, "")
             for name in self.simulation.pods()
@@ -351,7 +351,7 @@ def test_a_lost_host_costs_the_gang_one_node_that_is_admitted_alone() -> None:
     )
     world.simulation.store.delete("pods", "ns", "run-1-0")
     world.go_on(12, is_reaped=False)
-    # Kueue counts the pod for as long as it is there, which may be for ever.
+    # Kueue counts the pod as long as it exists, which may be forever.
     assert world.running() == ["run-0-0", "run-1-1", "run-2-0"]
     assert (world.groups()["run-1-1"], world.kueue.excess) == ("", [])
 
@@ -455,7 +455,7 @@ def test_a_waiting_coordinator_leaves_the_former_queue_of_the_run() -> None:
     assert name == "run-coordinator-2", "and is made no further time"
     assert world.pod(name)["metadata"]["labels"][QUEUE] == "others"
     assert world.status["restarts"] == {"total": 0}
-    # Where there is room, it goes on from there.
+    # If there is room, it continues from there.
     world.label(LABELS)
     world.kueue.quota = 4
     world.go_on(12)
@@ -762,7 +762,7 @@ def test_a_raised_minimum_removes_no_pod_of_the_training_group() -> None:
     world.settle()
     assert world.live() == []
 
-    # While they save, the coordinator's words are those of the group: they end no pause.
+    # While the nodes save, the coordinator's responses are about the group, so they end no pause.
     world.progress = simulated_run.make_progress(
         phase="Draining", nodes={"min": 3, "max": 4, **two}
     )
@@ -791,8 +791,11 @@ TWO = {"max": 4, "ready": 2, "connected": 2}
 
 
 def raise_minimum(*, step: int | None = None, phase: str = "Running") -> Any:
-    """A group of two that has been in this phase for hours, beside two pods that find no host; then
-    ``nodes.min`` is three. ``step``: its newest, 21 minutes old; None for a recipe that reports none."""
+    """A group of two that has been in this phase for hours, and two pods that find no host; then
+    ``nodes.min`` is set to 3.
+
+    ``step``: its newest step, 21 minutes old; None for a recipe that reports no steps.
+    """
     world = simulated_run.Simulation(simulated_run.make_run(nodes={"min": 2, "max": 4}))
     world.reconcile()
     world.start("docs-lm-coordinator-0", "docs-lm-0-0", "docs-lm-1-0")
@@ -855,7 +858,7 @@ def test_a_minimum_that_is_raised_while_a_group_starts_removes_no_pod_of_it() ->
     world.age(PATIENCE_SECONDS)
     world.settle()
     assert len(world.live()) == 4
-    # Nor does an operator that has not heard of it yet.
+    # An operator that has not observed it yet does not do so either.
     known, world.progress = world.progress, None
     world.reconcile()
     world.progress = known

@@ -1,7 +1,6 @@
-"""A quiet cluster: the operator takes no watch to be behind, whatever came before and in which order it was
-told.
+"""A quiet cluster: the operator treats no watch as behind, for any earlier events in any order.
 
-It counts as sick when a watch is behind for a hundred seconds, and the kubelet restarts it then.
+If a watch is behind for 100 s, the operator is unhealthy, and the kubelet restarts it.
 """
 
 from typing import Any

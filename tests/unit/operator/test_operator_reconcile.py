@@ -1,4 +1,4 @@
-"""Reconciling over an in-memory cluster: same children and status whatever happened on the way, and no
+"""Reconciling with an in-memory cluster: the same children and status for any course of events, and no
 needless write."""
 
 import asyncio
@@ -225,7 +225,7 @@ def test_without_a_coordinator_status_after_a_kill_the_next_observed_step_is_not
     simulation.coordinators.ask = no_answer  # type: ignore[method-assign]
     simulation.end_pod("run-1-0", 137, reason="OOMKilled")
     simulation.settle()
-    # Later answers come by polls. Only those after the first one can show progress.
+    # Later responses come from polls. Only responses after the first can show progress.
     simulation.coordinators.ask = asked  # type: ignore[method-assign]
     for step, failures in ((20, 1), (20, 1), (21, 0)):
         simulation.coordinators.answers[KEY] = {
@@ -240,7 +240,7 @@ def test_without_a_coordinator_status_after_a_kill_the_next_observed_step_is_not
 
 
 async def no_answer(key: Any) -> None:
-    """As where the coordinator does not answer in time."""
+    """Return nothing, like a poll of a coordinator that does not answer in time."""
 
 
 def slow_down(
@@ -356,7 +356,7 @@ def test_objects_that_new_pods_need_are_restored_before_the_pods_are_created(
     begin(simulation)
     simulation.store.remove(kind, "ns", name)
     simulation.reconcile()
-    assert (kind, name) not in simulation.children()  # nothing tells of it
+    assert (kind, name) not in simulation.children()  # no event reports it
     before = len(simulation.store.writes)
     simulation.store.remove("pods", "ns", "run-0-0")
     simulation.settle()
@@ -474,7 +474,7 @@ def story_prepares_first(simulation: Simulation) -> None:
 
 
 def end_with_words(simulation: Simulation, exit_code: int, **words: Any) -> None:
-    """The coordinator says its last words, and all nodes end before it is asked for them."""
+    """The coordinator sends its last messages, and all nodes end before it is polled again."""
     simulation.train(5, nodes=NONE_CONNECTED, **words)
     for name in simulation.pods():
         simulation.end_pod(name, exit_code)
@@ -548,7 +548,7 @@ STORIES = [
 
 
 def outcome(simulation: Simulation) -> Any:
-    """What must be the same at the end, whatever happened on the way."""
+    """Return the parts that must be the same at the end, for any course of events."""
     pods = [
         (raw["metadata"]["name"], raw["status"]["phase"])
         for raw in simulation.store.list("pods")
@@ -627,7 +627,7 @@ def test_a_write_that_fails_once_at_any_point_reaches_the_same_end(
 
         def fail(write: Write, number: int = number, seen: list[int] = seen) -> None:
             if write.verb == "delete" and status == 409:
-                return  # that is how a delete says that it was another one's
+                return  # a delete reports a different object in this way
             seen[0] += write.plural != "events"
             if seen[0] == number and write.plural != "events":
                 seen[0] += 1
@@ -1020,7 +1020,7 @@ def test_the_oldest_records_of_deleted_runs_are_dropped_from_a_full_shared_volum
         "annotations"
     ]
     newest = {f"run.evergrad.dev/gone-{number}" for number in range(50, 150)}
-    # They were not complete: their checkpoints may be there still, which evergrad prune has to know.
+    # They were not complete: their checkpoints may still exist, and evergrad prune needs to know this.
     count = "evergrad.dev/dropped-unfinished-runs"
     runs = {"run.evergrad.dev/old", "run.evergrad.dev/run"}
     assert set(kept) == {"theirs", *runs, *newest, count}
@@ -1051,8 +1051,8 @@ def test_a_claim_that_a_user_created_under_the_name_of_the_run_is_used_unchanged
 
 
 def inject(simulation: Simulation, name: str, ours: dict[str, Any]) -> None:
-    """A pod with a mesh's container, which the kubelet lists before ours and which runs on whatever ours
-    does."""
+    """A pod with a mesh's container, which the kubelet lists before ours, and which continues to run after
+    ours has ended."""
     raw = simulation.store.get("pods", "ns", name)
     sidecar = {
         "name": "istio-proxy",
@@ -1252,8 +1252,8 @@ def test_an_edit_is_one_event_at_whichever_point_the_operator_is_killed(
     simulation.store.before = simulation.store.after = lambda write: None
     simulation.start_operator()
 
-    # A later edit of something else must not repeat the event, not even where it is the first that a new
-    # operator sees.
+    # A later edit of another field must not repeat the event, even if it is the first edit that a new
+    # operator observes.
     simulation.store.change("trainingruns", *KEY, {"spec": {"nodes": {"max": 3}}})
     simulation.settle()
     told = [

@@ -1,4 +1,5 @@
-"""Events: what repeats is counted, a crash loop stays below fifteen objects, and nothing depends on them."""
+"""Events: repeated events are counted, a crash loop creates fewer than fifteen objects, and no decision uses
+them."""
 
 import asyncio
 from typing import Any

@@ -1,5 +1,5 @@
-"""Whatever the API server answers: the same pass says so in the status, the rest of the run is served, and it
-is tried again."""
+"""For every response of the API server, the same pass reports it in the status, the rest of the run is
+handled, and the request is retried."""
 
 import asyncio
 from typing import Any
@@ -66,7 +66,7 @@ def conditions(simulation: Simulation) -> dict[str, tuple[str, str]]:
 
 
 def count_reads(simulation: Simulation, passes: int) -> list[tuple[str, str]]:
-    """What is read of the API server in passes that carry progress."""
+    """Return the requests that read from the API server in passes with progress."""
     simulation.cluster.reads.clear()
     for step in range(passes):
         simulation.now += 7.0

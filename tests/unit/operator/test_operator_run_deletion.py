@@ -1,4 +1,5 @@
-"""``spec.ttlDeletes: Run``: the operator deletes a run that has been over for long, where it may."""
+"""``spec.ttlDeletes: Run``: the operator deletes a run some time after its end, if the installation allows
+it."""
 
 from dataclasses import replace
 from typing import Any
@@ -114,7 +115,8 @@ def test_a_failed_run_that_starts_again_is_not_deleted() -> None:
 def test_the_end_is_in_status_and_volume_before_the_time_to_live_deletes_anything(
     deletes: str,
 ) -> None:
-    """Found here: a run without any time to live left no record, and trained again when it was made anew."""
+    """A regression: a run with a lifetime of 0 left no record, and trained again when it was created
+    again."""
     run = make_run(ttlSecondsAfterFinished=0, ttlDeletes=deletes)
     world = Simulation(run, config=ALLOWED).run()
     world.train(100, phase="Complete", reason="Complete")
@@ -143,7 +145,7 @@ def test_a_run_is_deleted_only_after_its_claim_has_the_requested_owner() -> None
     assert world.reconcile().deletes_run
     assert world.plan.claim is not None and world.plan.delete == ()
     assert "ownerReferences" not in world.plan.claim["metadata"]
-    # What the manager applies no more, the API server takes away.
+    # The API server removes fields that the manager no longer applies.
     claim = world.children["PersistentVolumeClaim", "docs-lm"]["metadata"]
     del claim["ownerReferences"], claim["annotations"]["evergrad.dev/deleted-with"]
     assert world.reconcile().deletes_run

@@ -1,4 +1,4 @@
-"""Settings, kopf's settings and the handlers: what the traps of the framework ask for."""
+"""Settings, kopf's settings and the handlers, including known pitfalls of the framework."""
 
 import ast
 import inspect
@@ -213,7 +213,7 @@ def test_only_one_module_requests_the_api_server_and_one_the_coordinators() -> N
     assert using["kopf"] == {"handlers.py", "service.py"}
     assert using["kubernetes"] == {"kube.py", "transport.py", "connection.py"}
     servers = {"endpoint.py", "fleet_page.py", "server.py", "request_limits.py"}
-    # The log knows by its class what is an error of a server's client.
+    # The log recognizes an error of a server's client by its class.
     assert using["aiohttp"] == {"transport.py", "logs.py", *servers}
     assert using["cryptography"] == {"certificates.py"}
 

@@ -76,7 +76,7 @@ def test_a_coordinator_that_is_silent_for_a_minute_is_a_condition_until_it_respo
     before = len(simulation.store.writes)
     simulation.now += 30
     simulation.reconcile()
-    assert len(simulation.store.writes) == before  # it is said once
+    assert len(simulation.store.writes) == before  # it is reported once
     simulation.coordinators.silent_since.clear()
     simulation.train(5)
     simulation.reconcile()

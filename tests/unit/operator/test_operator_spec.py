@@ -1,4 +1,4 @@
-"""What the operator reads of a run: the manifest's own models, and all that Kubernetes adds to them."""
+"""How the operator reads a run: the manifest's own models, and the fields that Kubernetes adds."""
 
 import dataclasses
 from pathlib import Path

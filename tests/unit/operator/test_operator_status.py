@@ -192,7 +192,7 @@ def test_the_first_failed_save_of_a_training_run_makes_the_checkpoint_condition_
     assert [(one.type, one.reason) for one in world.events] == [("Warning", "VolumeFull")]
     assert "the last save failed" in world.status["message"]
 
-    # A coordinator, or an operator, that has started again knows nothing of it.
+    # A coordinator or operator that has restarted does not know it any more.
     world.train(31, checkpointStep=20)
     world.settle()
     assert world.condition("CheckpointHealthy")["status"] == "False"

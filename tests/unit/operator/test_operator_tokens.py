@@ -241,7 +241,7 @@ def test_a_secret_that_is_deleted_before_a_pod_has_mounted_it_is_created_again(
         simulation.now += delay
     simulation.settle()
     assert len(secrets_of(simulation)) == 1
-    # It is asked for now and then, not in each pass.
+    # It is requested at intervals, not in each pass.
     before = len(simulation.store.writes)
     simulation.reconcile()
     assert len(simulation.store.writes) == before

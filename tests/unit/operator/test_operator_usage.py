@@ -1,4 +1,4 @@
-"""What the time of a run's pods went to: each millisecond once, whatever happens."""
+"""How the time of a run's pods was used: each millisecond counts once, for any course of events."""
 
 import json
 from dataclasses import dataclass, replace
@@ -104,7 +104,7 @@ def test_the_accounted_times_sum_to_the_lifetimes_of_the_pods(
     )
     assert usage.pending[0] == 0
     assert set(usage.pods) <= set(USES)
-    # Once more: what was counted does not count again.
+    # Repeat: time that was counted does not count again.
     assert count(usage, lives, now=300_000, reading=None, fallback="end") == usage
 
 
@@ -128,7 +128,7 @@ def test_a_pod_is_queued_then_starting_then_in_the_state_that_its_coordinator_re
     assert usage.accelerators["training"] == 16_000
     assert usage.wasted == 5 / 8
 
-    # The same answer once more says nothing new.
+    # The same response again changes nothing.
     usage = count(usage, [life], now=25_000, reading=reading)
     assert usage.pending == (5_000, 40_000)
     usage = count(usage, [life], now=25_000, reading=Reading(0, {"training": 7_000}))
@@ -171,7 +171,7 @@ def test_names_are_packed_by_attempt_and_read_back() -> None:
         joined=frozenset(f"{index}-0" for index in range(500)),
         closed=frozenset({"3-2", "1001-0", "evaluate-100-4"}),
     )
-    # Node 3 has a newer attempt than the one that is open.
+    # Node 3 has a newer attempt than the open one.
     attempts = [0, 0, 0, 2, *[0] * 998]
     text = pack_pods(usage, attempts)
     assert text == "j3cj496o500-c o:prepare-1 j:0/3 c:evaluate-100-4"
@@ -283,7 +283,7 @@ def test_time_is_exported_with_the_name_and_labels_of_the_run() -> None:
         f'evergrad_operator_run_labels{{label_cost_center="7",label_team="lm",{place}}} 1.0'
         in text
     )
-    # A counter stands still where time is given back, and goes with its run.
+    # A counter does not decrease when time is given back, and is removed with its run.
     [one] = facts.runs
     less = replace(one, usage=PodTimeAccount(at=1, pods={"training": 10_799_000}))
     collector.facts = replace(facts, runs=(less,))

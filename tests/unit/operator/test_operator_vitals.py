@@ -1,4 +1,4 @@
-"""Health: what a restart would mend, and nothing else."""
+"""Health: it reports only problems that a restart would solve."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The validating webhook: what it answers, its server, and its certificate."""
+"""The validating webhook: its answers, its server, and its certificate."""
 
 import asyncio
 import base64
@@ -177,7 +177,7 @@ def test_webhook_and_operator_find_the_same_problems(sample: Sample) -> None:
         assert told == obstacles
         assert any(one.startswith(sample.refused) for one in told), told
     elif sample.held:
-        # A profile that is wrong holds the run, and is no mistake of its file.
+        # An invalid profile holds the run, but is not a mistake in its file.
         (warning,) = response["warnings"]
         assert warning.startswith(sample.held) and obstacles[0].startswith(warning[:200])
     else:

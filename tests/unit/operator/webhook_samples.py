@@ -105,7 +105,7 @@ def make_webhook(store: Store, *, leads: bool = True, files: str = "") -> Webhoo
 
 
 async def post(webhook: Webhook, authority: bytes, body: bytes) -> tuple[int, Any]:
-    """What the API server does: it trusts the bundle alone, and asks for the Service's name."""
+    """Like the API server, trust only the bundle, and request the Service's name."""
     context = ssl.create_default_context(cadata=authority.decode())
     url = f"https://127.0.0.1:{webhook.port}/validate"
     async with (
