@@ -515,7 +515,7 @@ def test_a_task_of_ones_own_that_derives_from_the_recipe_reads_pairs(
 @pytest.mark.capability("A-80")
 def test_the_file_that_was_converted_from_arctictraining_runs(base: Experiment) -> None:
     """With a model of bytes and two of its processes: all else is as the page has it."""
-    page = (ROOT / "docs/migrating/arctictraining.md").read_text("utf-8")
+    page = (ROOT / "docs/reference/migrating/arctictraining.md").read_text("utf-8")
     (text,) = re.findall(r"^```yaml\n(apiVersion.*?)^```$", page, re.MULTILINE | re.DOTALL)
     training = yaml.safe_load(text)["spec"]["training"]
     training["tokenizer"] = {"type": "byte"}

@@ -25,7 +25,7 @@ from run_helpers import (
     write_documents,
 )
 
-PAGES = Path(__file__).resolve().parents[3] / "docs" / "migrating"
+PAGES = Path(__file__).resolve().parents[3] / "docs/reference/migrating"
 BYTES = {"tokenizer": {"type": "byte", "path": None}}
 ON_THIS_MACHINE = {"runtime": {"precision": "fp32", "device": "cpu", "threads": 1}}
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}

@@ -10,7 +10,7 @@ from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.model.fields import find_field
 from evergrad_manifest.reading.loader import load_manifest
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "migrating" / "arctictraining.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs/reference/migrating/arctictraining.md"
 
 
 def test_each_field_that_replaces_an_option_of_arctictraining_exists() -> None:

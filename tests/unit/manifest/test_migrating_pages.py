@@ -16,7 +16,7 @@ from evergrad_manifest.training import Training
 from evergrad_manifest.training.latent_edit import published_mixture
 
 ROOT = Path(__file__).resolve().parents[3]
-FOLDER = ROOT / "docs" / "migrating"
+FOLDER = ROOT / "docs/reference/migrating"
 PAGES = ("chemlactica", "genolewm", "optimus-dl", "theseus")
 
 

@@ -4,6 +4,7 @@ That the site builds is checked by `make docs`, in an environment of its own.
 """
 
 import importlib.util
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,14 +56,58 @@ def test_the_navigation_has_every_page_once(root: Path, hooks: ModuleType) -> No
     assert [page for page, count in named.items() if count > 1] == []
 
 
-def test_the_index_links_to_every_page_of_the_docs(root: Path, hooks: ModuleType) -> None:
-    text = (root / "docs/README.md").read_text("utf-8")
-    missing = [
-        page.name
-        for page in sorted(root.glob("docs/*.md"))
-        if page.name != "README.md" and f"]({page.name})" not in text
-    ]
-    assert missing == []
+def folders_of(nav: Any, folder: str = "docs") -> Iterator[tuple[str, str]]:
+    """Each page of docs/ in a navigation, with the folder that the titles of its sections name."""
+    if isinstance(nav, str):
+        yield nav, folder
+    elif isinstance(nav, list):
+        for inner in nav:
+            yield from folders_of(inner, folder)
+    else:
+        ((title, inner),) = nav.items()
+        is_section = isinstance(inner, list)
+        yield from folders_of(inner, f"{folder}/{title.lower()}" if is_section else folder)
+
+
+def test_a_section_of_the_navigation_has_the_pages_of_the_folder_of_its_name(
+    root: Path, hooks: ModuleType
+) -> None:
+    config = yaml.load((root / "mkdocs.yml").read_text("utf-8"), Loader=_Loader)
+    elsewhere = {
+        page: folder
+        for page, folder in folders_of(hooks.expand_folders(config["nav"]))
+        if page.startswith("docs/") and Path(page).parent.as_posix() not in (folder, "docs")
+    }
+    assert elsewhere == {}
+
+
+def sections_of(page: str) -> dict[str, list[str]]:
+    """The targets of the links in each section of a page, by the section's title."""
+    parts = re.split(r"^#+ (.*)$", page, flags=re.MULTILINE)
+    return {
+        title: re.findall(r"\]\(([^)#]+)\)", text)
+        for title, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+def test_the_index_has_every_page_of_a_folder_in_the_section_of_its_name(
+    root: Path,
+) -> None:
+    sections = sections_of((root / "docs/README.md").read_text("utf-8"))
+    pages = {
+        page.relative_to(root / "docs").as_posix() for page in root.glob("docs/*/**/*.md")
+    }
+    # The first page of these folders lists the others.
+    lists = ("runbooks/", "decisions/")
+    expected = {
+        page for page in pages if not page.startswith(lists) or page.endswith("/README.md")
+    }
+    missing = {
+        page
+        for page in expected
+        if page not in sections.get(page.split("/")[0].capitalize(), [])
+    }
+    assert missing == set()
 
 
 def test_linked_files_of_a_page_are_found_and_pages_and_urls_are_not(
