@@ -85,7 +85,7 @@ def test_every_disturbance_is_recovered_from(disturbed: Disturbed) -> None:
     ), lines[-1]
 
 
-def test_the_steps_that_count_have_the_samples_and_the_losses_of_an_undisturbed_run(
+def test_counted_steps_have_the_samples_and_losses_of_an_undisturbed_run(
     disturbed: Disturbed, calm: Path
 ) -> None:
     count = final_step(disturbed.directory)
@@ -103,7 +103,7 @@ def test_the_steps_that_count_have_the_samples_and_the_losses_of_an_undisturbed_
 
 
 @pytest.mark.acceptance("8d-2d")
-def test_the_final_state_has_the_bits_of_an_undisturbed_run(
+def test_the_final_state_is_bit_equal_to_an_undisturbed_run(
     disturbed: Disturbed, calm: Path
 ) -> None:
     assert (
@@ -114,7 +114,7 @@ def test_the_final_state_has_the_bits_of_an_undisturbed_run(
     assert_same_state(disturbed.directory, calm)
 
 
-def test_no_finished_step_is_trained_again_while_anybody_holds_it(
+def test_no_finished_step_is_repeated_while_any_process_holds_it(
     disturbed: Disturbed,
 ) -> None:
     """Only when all nodes are lost; or one step, when its row was written by the only one who had finished it
@@ -142,7 +142,7 @@ def test_every_checkpoint_on_disk_is_valid(disturbed: Disturbed) -> None:
     assert store.catalog.set_aside() == []
 
 
-def test_generations_only_grow(disturbed: Disturbed) -> None:
+def test_generations_only_increase(disturbed: Disturbed) -> None:
     generations = planned_generations(disturbed.directory)
     # A group that trains is adopted by the next coordinator as it is.
     assert len(generations) > EVENTS / 3 or KIND == "coordinator"
@@ -153,7 +153,7 @@ def test_generations_only_grow(disturbed: Disturbed) -> None:
     ("what", "most", "leaked"),
     [("descriptors", 8, BURIED[0]), ("threads", 4, BURIED[1]), ("memory", 16, 0)],
 )
-def test_what_processes_hold_does_not_grow(
+def test_memory_and_descriptors_of_processes_do_not_grow(
     disturbed: Disturbed, what: str, most: float, leaked: int
 ) -> None:
     grown = {
@@ -166,7 +166,7 @@ def test_what_processes_hold_does_not_grow(
     assert {name: value for name, value in grown.items() if value > limits[name]} == {}
 
 
-def test_the_accounts_add_up_to_the_time_that_passed(disturbed: Disturbed) -> None:
+def test_the_accounts_sum_to_the_elapsed_time(disturbed: Disturbed) -> None:
     history = read_history(RunDirectory(disturbed.directory))
     accounts = account(history.steps, history.events, history.evaluations)
     first = next(event for event in history.events if event.type == "start")
@@ -177,5 +177,5 @@ def test_the_accounts_add_up_to_the_time_that_passed(disturbed: Disturbed) -> No
     assert accounts.notes == ()
 
 
-def test_nothing_is_left_running(disturbed: Disturbed) -> None:
+def test_no_process_is_left_running(disturbed: Disturbed) -> None:
     assert processes_in(disturbed.directory.parents[1]) == []

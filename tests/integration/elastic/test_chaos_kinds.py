@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
 
 @pytest.mark.acceptance("8d-2d")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_disturbed_in_this_way_ends_with_the_bits_of_an_undisturbed_one(
+def test_a_run_with_one_kind_of_disturbance_ends_bit_equal_to_an_undisturbed_run(
     make_experiment: Callable[[], Experiment], kind: str
 ) -> None:
     experiment, variant = make_experiment(), VARIANTS[kind]

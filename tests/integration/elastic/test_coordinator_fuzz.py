@@ -155,7 +155,7 @@ async def attack(coordinator: Coordinator, rng: random.Random, *, share: float) 
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_bad_messages_harm_nobody(start: Start) -> None:
+def test_a_hundred_thousand_bad_messages_harm_no_node(start: Start) -> None:
     # One core for all: a node that answers in time needs its turn, not a faster coordinator.
     silence, lease = str(PATIENCE), str(2 * PATIENCE)
     coordinator = start("--silence", silence, "--lease", lease).wait_until_listening()

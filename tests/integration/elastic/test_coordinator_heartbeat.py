@@ -123,7 +123,7 @@ def wait_for_messages(coordinator: Coordinator, number: int) -> None:
     )
 
 
-def test_a_node_that_is_held_up_for_longer_than_a_silence_is_not_lost(
+def test_a_node_that_is_delayed_for_longer_than_a_silence_is_not_lost(
     coordinator: Coordinator, node: int, tmp_path: Path
 ) -> None:
     (tmp_path / "block").touch()
@@ -135,7 +135,7 @@ def test_a_node_that_is_held_up_for_longer_than_a_silence_is_not_lost(
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_frozen_node_is_lost_whether_its_heartbeat_is_frozen_with_it_or_not(
+def test_a_frozen_node_is_lost_with_and_without_a_frozen_heartbeat_process(
     coordinator: Coordinator, node: int, whole: bool
 ) -> None:
     pids = [node, *(children_of(node) if whole else [])]
@@ -147,7 +147,7 @@ def test_a_frozen_node_is_lost_whether_its_heartbeat_is_frozen_with_it_or_not(
     wait_for(lambda: is_connected(coordinator), "its return")
 
 
-def test_a_host_that_vanishes_leaves_no_connection_of_its_heartbeat(start: Start) -> None:
+def test_a_host_that_vanishes_leaves_no_heartbeat_connection(start: Start) -> None:
     coordinator = start("--silence", "1", "--lease", "1").wait_until_listening()
     with coordinator.connect() as peer:
         peer.sendall(encode(Beat("r", "0", "i0", token=TOKEN)))
@@ -158,7 +158,7 @@ def test_a_host_that_vanishes_leaves_no_connection_of_its_heartbeat(start: Start
     assert coordinator.metric("evergrad_coordinator_rejected_total") == 0
 
 
-def test_a_node_that_was_frozen_for_longer_than_a_lease_has_both_connections_again(
+def test_a_node_frozen_for_longer_than_a_lease_restores_both_connections(
     start: Start, tmp_path: Path
 ) -> None:
     coordinator = start("--silence", "1", "--lease", "1", "--min", "2")
@@ -172,7 +172,7 @@ def test_a_node_that_was_frozen_for_longer_than_a_lease_has_both_connections_aga
         wait_for(lambda: num_sockets(coordinator) == before + 2, "its return")
 
 
-def test_a_heartbeat_ends_with_its_node_and_is_started_anew_without_it(
+def test_a_heartbeat_process_ends_with_its_node_and_is_restarted_if_it_ends_alone(
     coordinator: Coordinator, node: int
 ) -> None:
     (first,) = children_of(node)
@@ -189,7 +189,7 @@ def test_a_heartbeat_ends_with_its_node_and_is_started_anew_without_it(
     )
 
 
-def test_the_token_is_in_no_argument_and_no_variable_of_a_heartbeat(
+def test_the_token_is_in_no_argument_and_no_variable_of_a_heartbeat_process(
     node: int, coordinator: Coordinator
 ) -> None:
     (beat,) = children_of(node)
@@ -206,7 +206,7 @@ def test_the_token_is_in_no_argument_and_no_variable_of_a_heartbeat(
         (encode(Beat("r", "0", "i0", token=TOKEN)) + encode(Capacity(1)), "malformed"),
     ],
 )
-def test_a_connection_that_beats_can_do_nothing_else(
+def test_a_heartbeat_connection_can_do_nothing_else(
     start: Start, lines: bytes, reason: str
 ) -> None:
     coordinator = start().wait_until_listening()
@@ -218,7 +218,7 @@ def test_a_connection_that_beats_can_do_nothing_else(
     ] == [reason]
 
 
-def test_a_heartbeat_that_says_what_only_a_newer_version_knows_keeps_its_connection(
+def test_a_heartbeat_message_of_a_newer_version_keeps_its_connection(
     start: Start,
 ) -> None:
     coordinator = start().wait_until_listening()

@@ -112,7 +112,9 @@ async def test_a_join_is_planned_softly(start: Start) -> None:
 
 
 @in_loop
-async def test_when_all_leave_one_saves_and_the_process_exits_75(start: Start) -> None:
+async def test_if_all_nodes_drain_one_saves_and_the_process_exits_with_75(
+    start: Start,
+) -> None:
     coordinator = start("--exit-when-empty")
     nodes = await form_group(coordinator)
     for node in nodes:
@@ -124,7 +126,7 @@ async def test_when_all_leave_one_saves_and_the_process_exits_75(start: Start) -
 
 
 @in_loop
-async def test_the_same_node_twice_ends_the_older(start: Start) -> None:
+async def test_a_second_process_of_a_node_ends_the_older_one(start: Start) -> None:
     coordinator = start()
     nodes = await form_group(coordinator)
     twin = Node(coordinator.port, "1", incarnation="newer")
@@ -135,7 +137,7 @@ async def test_the_same_node_twice_ends_the_older(start: Start) -> None:
 
 
 @in_loop
-async def test_strangers_are_refused_and_told_why(start: Start) -> None:
+async def test_nodes_of_other_runs_are_refused_with_a_reason(start: Start) -> None:
     coordinator = start("--expect", "1")
     first = await form_group(coordinator, 1, fingerprint={"torch": "2.13"})
     for changes, words in (
@@ -171,7 +173,9 @@ async def test_a_restarted_coordinator_adopts_the_running_group(start: Start) ->
 
 
 @in_loop
-async def test_after_a_restart_with_a_loss_the_next_number_is_higher(start: Start) -> None:
+async def test_after_a_restart_with_a_lost_node_the_next_generation_is_higher(
+    start: Start,
+) -> None:
     state = str(start.folder / "state")
     coordinator = start("--state", state)
     nodes = await form_group(coordinator)
@@ -187,9 +191,7 @@ async def test_after_a_restart_with_a_loss_the_next_number_is_higher(start: Star
     await end_nodes(*nodes[1:])
 
 
-def test_two_coordinators_on_one_state_file_cannot_both_rule(
-    start: Start, tmp_path: Path
-) -> None:
+def test_two_coordinators_cannot_use_one_state_file(start: Start, tmp_path: Path) -> None:
     state = str(tmp_path / "state")
     first = start("--state", state).wait_until_listening()
     second = start("--state", state)
@@ -215,7 +217,7 @@ async def test_losing_the_compare_and_set_ends_the_coordinator_before_it_announc
 
 
 @in_loop
-async def test_a_journal_that_cannot_be_written_stops_changes_and_no_training(
+async def test_an_unwritable_journal_stops_changes_but_not_training(
     start: Start,
 ) -> None:
     folder = start.folder / "journal"
@@ -255,7 +257,7 @@ async def test_a_journal_that_cannot_be_written_stops_changes_and_no_training(
         hello_line("5") + b'{"type": "ping"}\n' * 5000,
     ],
 )
-def test_a_peer_that_breaks_the_rules_loses_its_connection(
+def test_a_peer_that_violates_the_protocol_loses_its_connection(
     start: Start, data: bytes
 ) -> None:
     coordinator = start().wait_until_listening()
@@ -266,7 +268,7 @@ def test_a_peer_that_breaks_the_rules_loses_its_connection(
     assert coordinator.metric("evergrad_coordinator_internal_errors_total") == 0
 
 
-def test_a_member_that_says_what_only_a_newer_version_knows_keeps_its_connection(
+def test_a_member_message_of_a_newer_version_keeps_its_connection(
     start: Start,
 ) -> None:
     coordinator = start().wait_until_listening()
@@ -280,7 +282,7 @@ def test_a_member_that_says_what_only_a_newer_version_knows_keeps_its_connection
     assert coordinator.metric("evergrad_coordinator_rejected_total") == 0
 
 
-def test_an_endless_line_is_cut_early(start: Start) -> None:
+def test_an_endless_line_is_dropped_early(start: Start) -> None:
     coordinator = start().wait_until_listening()
     before = coordinator.resident_megabytes()
     sent = 0
@@ -295,7 +297,9 @@ def test_an_endless_line_is_cut_early(start: Start) -> None:
     assert coordinator.metric("evergrad_coordinator_rejected_total") == 1
 
 
-def test_half_a_message_is_dropped_and_the_rest_of_the_world_goes_on(start: Start) -> None:
+def test_an_incomplete_message_is_dropped_and_other_connections_continue(
+    start: Start,
+) -> None:
     coordinator = start("--silence", "0.5").wait_until_listening()
     with coordinator.connect() as peer:
         peer.sendall(hello_line("4") + b'{"type": "rea')
@@ -303,7 +307,7 @@ def test_half_a_message_is_dropped_and_the_rest_of_the_world_goes_on(start: Star
     assert coordinator.status()["nodes"]["connected"] == 0
 
 
-def test_whoever_does_not_say_hello_is_cut_off(start: Start) -> None:
+def test_a_connection_without_a_hello_is_closed(start: Start) -> None:
     coordinator = start().wait_until_listening()
     begun = time.monotonic()
     with coordinator.connect() as slow, coordinator.connect() as mute:
@@ -321,7 +325,7 @@ def test_whoever_does_not_say_hello_is_cut_off(start: Start) -> None:
     assert coordinator.metric("evergrad_coordinator_rejected_total") == 2
 
 
-def test_connections_that_say_nothing_do_not_keep_nodes_out(start: Start) -> None:
+def test_silent_connections_do_not_keep_nodes_out(start: Start) -> None:
     coordinator = start("--expect", "1").wait_until_listening()
     crowd: list[socket.socket] = []
     try:
@@ -334,7 +338,7 @@ def test_connections_that_say_nothing_do_not_keep_nodes_out(start: Start) -> Non
             one.close()
 
 
-def test_a_peer_that_does_not_read_is_dropped(start: Start) -> None:
+def test_a_peer_that_does_not_read_is_disconnected(start: Start) -> None:
     coordinator = start("--silence", "60").wait_until_listening()
     with socket.socket() as peer:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -358,7 +362,7 @@ def test_a_peer_that_does_not_read_is_dropped(start: Start) -> None:
 
 
 @in_loop
-async def test_the_status_tells_who_runs(start: Start) -> None:
+async def test_the_status_names_the_training_nodes(start: Start) -> None:
     coordinator = start()
     nodes = await form_group(coordinator)
     await poll(lambda: coordinator.status()["phase"] == "Running", "the run")
@@ -371,7 +375,9 @@ async def test_the_status_tells_who_runs(start: Start) -> None:
     await end_nodes(*nodes)
 
 
-def test_the_status_server_answers_what_it_knows_and_refuses_the_rest(start: Start) -> None:
+def test_the_status_server_serves_its_pages_and_refuses_other_requests(
+    start: Start,
+) -> None:
     coordinator = start("--min", "2").wait_until_listening()
     assert coordinator.get("/healthz") == (200, "ok\n")
     assert coordinator.get("/nothing")[0] == 404
@@ -399,7 +405,7 @@ def test_the_status_server_answers_what_it_knows_and_refuses_the_rest(start: Sta
 
 
 @in_loop
-async def test_a_stranger_gets_nothing_from_any_port(start: Start) -> None:
+async def test_a_client_without_the_token_gets_nothing_from_any_port(start: Start) -> None:
     coordinator = start("--expect", "2", "--max", "2")
     nodes = await form_group(coordinator, 2, fingerprint={"torch": "2.13"})
     before = coordinator.status()
@@ -441,7 +447,7 @@ async def test_a_stranger_gets_nothing_from_any_port(start: Start) -> None:
     await end_nodes(*nodes)
 
 
-def test_a_token_file_is_made_for_its_owner_alone(start: Start, tmp_path: Path) -> None:
+def test_a_token_file_is_created_for_its_owner_only(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "new" / "token"
     path.parent.mkdir()
     coordinator = start("--token-file", str(path)).wait_until_listening()
@@ -474,7 +480,7 @@ async def test_the_bounds_of_a_run_can_be_changed_while_it_trains(start: Start) 
     await end_nodes(*nodes)
 
 
-def test_bounds_that_make_no_sense_are_refused_with_the_reason(start: Start) -> None:
+def test_invalid_bounds_are_refused_with_the_reason(start: Start) -> None:
     coordinator = start("--min", "2", "--max", "3").wait_until_listening()
     for body, words in (
         (b'{"min": 3, "max": 2}', "min 3 and max 2"),
@@ -504,7 +510,7 @@ def test_bounds_that_make_no_sense_are_refused_with_the_reason(start: Start) -> 
     assert coordinator.status()["maxFailures"] == 3
 
 
-def test_connections_that_ask_nothing_do_not_keep_the_status_from_others(
+def test_idle_connections_do_not_keep_others_from_the_status(
     start: Start,
 ) -> None:
     coordinator = start().wait_until_listening()
@@ -556,7 +562,7 @@ def test_connections_that_ask_nothing_do_not_keep_the_status_from_others(
         (["--host", "no.such.host.invalid"], "cannot listen"),
     ],
 )
-def test_wrong_arguments_exit_64_and_say_what_to_do(
+def test_invalid_arguments_exit_with_64_and_a_remedy(
     start: Start, arguments: list[str], words: str
 ) -> None:
     coordinator = start(*arguments)
@@ -564,7 +570,7 @@ def test_wrong_arguments_exit_64_and_say_what_to_do(
     assert words in coordinator.log()[-1]["message"]
 
 
-def test_sigterm_ends_it_without_ending_the_run(start: Start) -> None:
+def test_sigterm_ends_the_coordinator_without_ending_the_run(start: Start) -> None:
     coordinator = start("--expect", "1").wait_until_listening()
     with coordinator.connect() as peer:
         peer.sendall(hello_line())
@@ -574,7 +580,7 @@ def test_sigterm_ends_it_without_ending_the_run(start: Start) -> None:
     assert coordinator.process.wait(PATIENCE) == 75
 
 
-def test_a_damaged_state_file_is_named(start: Start, tmp_path: Path) -> None:
+def test_a_damaged_state_file_is_reported(start: Start, tmp_path: Path) -> None:
     (tmp_path / "state").write_text("{}")
     coordinator = start("--state", str(tmp_path / "state"))
     assert coordinator.process.wait(PATIENCE) == 70
@@ -582,7 +588,7 @@ def test_a_damaged_state_file_is_named(start: Start, tmp_path: Path) -> None:
 
 
 @in_loop
-async def test_a_client_whose_coordinator_is_away_comes_back_by_itself(
+async def test_a_client_reconnects_by_itself_to_a_coordinator_that_was_away(
     start: Start,
 ) -> None:
     coordinator = start("--expect", "1").wait_until_listening()
@@ -601,7 +607,7 @@ async def test_a_client_whose_coordinator_is_away_comes_back_by_itself(
 
 
 @in_loop
-async def test_a_client_notices_a_coordinator_that_hangs(start: Start) -> None:
+async def test_a_client_detects_a_coordinator_that_hangs(start: Start) -> None:
     coordinator = start("--expect", "1").wait_until_listening()
     node = Node(coordinator.port, "0")
     await poll(lambda: node.client.is_connected, "the welcome")
@@ -612,12 +618,12 @@ async def test_a_client_notices_a_coordinator_that_hangs(start: Start) -> None:
     await end_nodes(node)
 
 
-def test_its_log_is_json_lines(start: Start) -> None:
+def test_the_log_has_json_lines(start: Start) -> None:
     coordinator = start().wait_until_listening()
     wait_for(coordinator.log_text, "the first line")
     assert coordinator.log()[0]["event"] == "listening"
     assert coordinator.log()[0]["port"] == coordinator.port
 
 
-def test_longest_line_is_within_the_documented_bound() -> None:
+def test_the_longest_line_is_within_the_documented_bound() -> None:
     assert len(hello_line()) < MAX_LINE_BYTES

@@ -14,7 +14,7 @@ MakeCluster = Callable[..., Cluster]
 
 
 @pytest.mark.parametrize("place", ["setup", "meeting", "settle"])
-def test_a_node_killed_while_the_next_group_forms_is_left_out_of_the_one_after(
+def test_a_node_killed_while_the_next_group_forms_is_excluded_from_the_one_after(
     make_elastic: MakeCluster, undisturbed: Any, place: str
 ) -> None:
     deaths = [
@@ -32,7 +32,7 @@ def test_a_node_killed_while_the_next_group_forms_is_left_out_of_the_one_after(
 
 
 @pytest.mark.parametrize(("place", "node"), [("send", 0), ("receive", 3)])
-def test_a_death_while_a_newcomer_is_fed_leaves_the_others_with_their_state(
+def test_a_kill_during_a_state_transfer_leaves_the_others_with_their_state(
     make_elastic: MakeCluster, undisturbed: Any, place: str, node: int
 ) -> None:
     hold = fault("hold", "slot", node=0, step=4, name="held")
@@ -48,7 +48,7 @@ def test_a_death_while_a_newcomer_is_fed_leaves_the_others_with_their_state(
     assert all(len(cluster.pids(one)) == 1 for one in (1, 2))
 
 
-def test_survivors_one_step_apart_feed_each_other(
+def test_survivors_one_step_apart_transfer_their_state(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     """Node 1 gives the group up although its sums were whole, so that the others have finished a step that it
@@ -64,7 +64,7 @@ def test_survivors_one_step_apart_feed_each_other(
 
 
 @pytest.mark.acceptance("8d-2f:pretrain")
-def test_a_save_that_a_death_interrupts_is_made_again(
+def test_a_save_that_a_kill_interrupts_is_repeated(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     """Rank 1 dies while its part of step 5 is being written beside training; every checkpoint on disk stays
@@ -113,7 +113,7 @@ def evaluating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experiment]
 
 @pytest.mark.acceptance("8d-3b:pretrain")
 @pytest.mark.parametrize("call", [1, 2])
-def test_an_evaluation_that_a_death_interrupts_is_made_again(
+def test_an_evaluation_that_a_kill_interrupts_is_repeated(
     make_elastic: MakeCluster, evaluating: Experiment, call: int
 ) -> None:
     """Node 1 dies on its way into the first or second evaluation; rank 0's rows are those of a
@@ -131,7 +131,7 @@ def test_an_evaluation_that_a_death_interrupts_is_made_again(
 @pytest.mark.acceptance("8d-3b:pretrain")
 @pytest.mark.capability("O-18", "O-68")
 @pytest.mark.parametrize("call", [2, 7, pytest.param(11, marks=pytest.mark.long)])
-def test_an_evaluation_goes_on_in_a_smaller_world_where_a_death_has_cut_it(
+def test_an_evaluation_interrupted_by_a_kill_resumes_in_a_smaller_world(
     make_elastic: MakeCluster, evaluating: Experiment, call: int
 ) -> None:
     """Node 1 dies in its ``call``-th batch, before or behind the first exchange, and is not replaced."""
@@ -154,7 +154,7 @@ def evaluations(directory: Path) -> dict[int, float]:
     return losses
 
 
-def test_a_join_waits_for_a_save_under_way_and_training_goes_on_meanwhile(
+def test_a_join_waits_for_a_running_save_while_training_continues(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     steps = (6, 9, 10, 11, 12)
@@ -187,7 +187,7 @@ def test_a_join_waits_for_a_save_under_way_and_training_goes_on_meanwhile(
     assert not events(cluster.directory, "save_failed")
 
 
-def test_a_save_that_takes_too_long_does_not_hold_a_join_and_is_made_again(
+def test_a_save_that_takes_too_long_does_not_delay_a_join_and_is_repeated(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     """Rank 1's part of the save of step 5 is not written while a newcomer joins; written late, it harms
@@ -212,7 +212,7 @@ def test_a_save_that_takes_too_long_does_not_hold_a_join_and_is_made_again(
     assert not events(cluster.directory, "save_failed")
 
 
-def test_an_evaluation_that_a_join_interrupts_is_made_again_by_the_new_world(
+def test_an_evaluation_that_a_join_interrupts_is_repeated_by_the_new_world(
     make_elastic: MakeCluster, evaluating: Experiment
 ) -> None:
     cluster = make_elastic(evaluating, expect=2).start(

@@ -21,7 +21,7 @@ def kill_coordinator(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("is_pod_lost", [False, True])
-def test_training_goes_on_without_the_coordinator_and_the_next_one_adopts_the_group(
+def test_training_continues_without_the_coordinator_and_the_next_one_adopts_the_group(
     make_elastic: MakeCluster, undisturbed: Any, is_pod_lost: bool
 ) -> None:
     holds = [
@@ -60,7 +60,7 @@ def test_coordinator_and_a_node_lost_together_cost_no_finished_step(
     assert steps_of(cluster.directory) == list(range(1, STEPS + 1))
 
 
-def test_all_lost_together_go_on_from_the_newest_checkpoint(
+def test_if_all_processes_are_lost_the_run_resumes_at_the_newest_checkpoint(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     holds = [fault("hold", "slot", node=0, step=9, name="held")]
@@ -94,7 +94,7 @@ def check_fallback(cluster: Any) -> None:
 
 
 @pytest.mark.parametrize("place", ["announce", "provenance"])
-def test_a_fallback_is_written_also_if_rank_0_is_lost_before_it_has_written_it(
+def test_a_fallback_is_recorded_if_rank_0_is_lost_before_it_has_written_it(
     make_elastic: MakeCluster, undisturbed: Any, place: str
 ) -> None:
     holds = [fault("hold", "slot", node=0, step=12, name="held")]
@@ -115,7 +115,7 @@ def test_a_fallback_is_written_also_if_rank_0_is_lost_before_it_has_written_it(
     cluster.check(undisturbed.at("undisturbed"), is_state_lost=True)
 
 
-def test_a_fallback_is_written_also_if_the_only_process_is_lost_before_it_has_written_it(
+def test_a_fallback_is_recorded_if_the_only_process_is_lost_before_it_has_written_it(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     holds = [fault("hold", "slot", node=0, step=12, name="held")]
@@ -132,7 +132,7 @@ def test_a_fallback_is_written_also_if_the_only_process_is_lost_before_it_has_wr
     cluster.check(undisturbed.at("undisturbed"), is_state_lost=True)
 
 
-def test_away_for_longer_than_the_lease_training_pauses_and_goes_on_in_its_processes(
+def test_without_a_coordinator_for_longer_than_the_lease_training_pauses_in_its_processes(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     slow = fault("hold", "slot", node=0, is_repeated=True, seconds=0.2, name="slow")
@@ -171,7 +171,7 @@ def test_a_group_that_broke_while_the_coordinator_was_away_is_not_adopted(
     assert [len(cluster.pids(node)) for node in range(3)] == [1, 1, 1]
 
 
-def test_nodes_that_must_go_while_the_coordinator_is_away_save_on_their_own(
+def test_nodes_that_must_drain_while_the_coordinator_is_away_save_on_their_own(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     cluster = make_elastic(expect=2, options=("--lease", "2")).start(
@@ -193,7 +193,7 @@ def test_nodes_that_must_go_while_the_coordinator_is_away_save_on_their_own(
     assert steps_of(cluster.directory) == list(range(1, STEPS + 1))
 
 
-def test_the_page_of_a_run_has_what_rank_0_reports_and_who_trains(
+def test_the_page_of_a_run_shows_the_reports_of_rank_0_and_the_training_nodes(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     cluster = make_elastic(expect=2).start(

@@ -47,7 +47,7 @@ def test_a_node_of_another_run_is_refused_with_both_values(
     cluster.check(undisturbed.at("undisturbed"))
 
 
-def test_a_worker_that_leaves_with_exit_code_0_is_replaced(
+def test_a_worker_that_exits_with_code_0_midway_is_replaced(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     cluster = make_elastic(expect=2).start(faults=[fault("exit", "slot", node=1, step=4)])
@@ -61,7 +61,7 @@ def test_a_worker_that_leaves_with_exit_code_0_is_replaced(
     ] == [("worker_crash", 0)]
 
 
-def test_a_slot_that_kills_whoever_computes_it_ends_the_run_with_its_samples(
+def test_a_slot_that_kills_every_worker_ends_the_run_with_its_samples(
     make_elastic: MakeCluster,
 ) -> None:
     cluster = make_elastic(expect=2, options=("--max-failures", "2"))
@@ -76,7 +76,7 @@ def test_a_slot_that_kills_whoever_computes_it_ends_the_run_with_its_samples(
 
 
 @pytest.mark.capability("O-51")
-def test_an_error_of_rank_1_alone_is_told_as_the_cause(
+def test_an_error_of_rank_1_alone_is_reported_as_the_cause(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     """The others only see a connection that was closed, which is a consequence."""
@@ -98,7 +98,7 @@ def test_an_error_of_rank_1_alone_is_told_as_the_cause(
     )
 
 
-def test_an_error_of_one_rank_once_costs_a_worker_and_no_step(
+def test_a_single_error_of_one_rank_costs_a_worker_and_no_step(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     cluster = make_elastic(expect=2).start(
@@ -131,7 +131,7 @@ def test_saves_that_fail_for_lack_of_space_end_no_run(
     assert any("No space left on device" in node.said() for node in cluster.nodes.values())
 
 
-def test_workers_of_one_group_tell_trouble_of_their_host_too(
+def test_workers_of_one_group_report_host_faults_too(
     make_elastic: MakeCluster,
 ) -> None:
     """Level 2. Not a single failure of the run is allowed here, and this is none."""
@@ -171,7 +171,7 @@ def small_volume(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(volume)], check=True)
 
 
-def test_a_full_volume_while_the_last_nodes_leave_is_told_by_the_exit_code(
+def test_a_full_volume_while_the_last_nodes_drain_is_reported_by_the_exit_code(
     small_volume: Path, make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     experiment = Experiment(small_volume)

@@ -13,7 +13,7 @@ MakeCluster = Callable[..., Cluster]
 QUICK = ("--silence", "2", "--lease", "4")
 
 
-def test_a_frozen_node_is_evicted_and_rejoins_in_process_when_it_thaws(
+def test_a_frozen_node_is_evicted_and_rejoins_in_process_when_it_resumes(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     """Supervisor and worker stand still with the worker between two sums; thawed they meet a world that has
@@ -42,7 +42,7 @@ def test_a_frozen_node_is_evicted_and_rejoins_in_process_when_it_thaws(
 
 
 @pytest.mark.long
-def test_a_worker_whose_supervisor_is_frozen_is_left_out_until_it_thaws(
+def test_a_worker_whose_supervisor_is_frozen_is_excluded_until_it_resumes(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     """Its worker runs and computes, but nobody can tell it anything."""
@@ -96,7 +96,7 @@ def test_a_worker_that_does_not_leave_a_broken_group_is_replaced(
     assert "stuck" in {line["cause"] for line in cluster.log("broken")}
 
 
-def test_the_last_that_holds_the_state_has_all_the_time_it_needs(
+def test_the_last_worker_with_the_state_gets_all_the_time_it_needs(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     """Node 1 dies while node 0 computes for longer than a worker usually has to leave: nobody else waits for

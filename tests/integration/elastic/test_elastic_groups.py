@@ -137,7 +137,7 @@ def lose_a_frozen_peer(
 
 
 @pytest.mark.parametrize("hears", [True, False], ids=["cut", "leaked without a cut"])
-def test_a_frozen_peer_holds_nobody_and_the_rest_meet_again(
+def test_a_frozen_peer_blocks_no_other_and_the_rest_form_the_next_group(
     functions: Functions, hears: bool
 ) -> None:
     *survivors, frozen = start_group(
@@ -231,7 +231,7 @@ def feed_a_frozen_peer(ports: list[str], rank: int, size: int) -> float:
     return time.monotonic() - begun
 
 
-def test_a_source_is_not_held_by_a_straggler_that_stands_still(
+def test_a_source_is_not_blocked_by_a_frozen_receiver(
     functions: Functions,
 ) -> None:
     source, _ = start_group(functions, feed_a_frozen_peer, size=2, generations=1)
@@ -252,7 +252,7 @@ def fail_once_then_meet(ports: list[str], rank: int, size: int) -> list[int]:
     return [counted, total]
 
 
-def test_after_a_failed_set_up_a_process_still_meets_fresh_ones(
+def test_after_a_failed_setup_a_process_can_join_new_ones(
     functions: Functions,
 ) -> None:
     processes = start_group(functions, fail_once_then_meet, size=2, generations=2)
@@ -285,7 +285,7 @@ def change_a_hundred_times(ports: list[str], rank: int, size: int) -> list[list[
     return counts
 
 
-def test_descriptors_and_threads_stay_flat_over_many_groups(functions: Functions) -> None:
+def test_descriptors_and_threads_do_not_grow_over_many_groups(functions: Functions) -> None:
     processes = start_group(functions, change_a_hundred_times, size=2, generations=50)
     for process in processes:
         counts = functions.result(process)

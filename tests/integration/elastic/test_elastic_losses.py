@@ -17,7 +17,7 @@ MakeCluster = Callable[..., Cluster]
     ("place", "finished"),
     [("slot", {3}), ("tally", {3}), ("reducing", {3, 4}), ("update", {4}), ("report", {4})],
 )
-def test_a_node_killed_anywhere_within_a_step_costs_no_finished_step(
+def test_a_node_killed_at_any_point_of_a_step_costs_no_finished_step(
     make_elastic: MakeCluster, undisturbed: Any, place: str, finished: set[int]
 ) -> None:
     """``finished``: what the last step of three may be; with the sum under way it may still reach
@@ -34,7 +34,7 @@ def test_a_node_killed_anywhere_within_a_step_costs_no_finished_step(
     assert world["world_size"] == 2
 
 
-def test_rank_0_killed_hands_its_office_to_the_next(
+def test_after_a_kill_of_rank_0_the_next_rank_takes_over(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     cluster = make_elastic().start(
@@ -47,7 +47,7 @@ def test_rank_0_killed_hands_its_office_to_the_next(
 
 
 @pytest.mark.parametrize("place", ["announce", "provenance"])
-def test_rank_0_killed_before_it_has_written_the_start_leaves_that_to_the_next(
+def test_if_rank_0_is_killed_before_it_has_written_the_start_the_next_rank_writes_it(
     make_elastic: MakeCluster, undisturbed: Any, place: str
 ) -> None:
     """All had their state then. Without run.json the run could never be started again."""
@@ -66,7 +66,7 @@ def test_rank_0_killed_before_it_has_written_the_start_leaves_that_to_the_next(
     assert process["world_size"] == 1
 
 
-def test_a_killed_worker_leaves_its_sibling_and_comes_back(
+def test_a_killed_worker_is_replaced_and_its_sibling_stays(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     cluster = make_elastic(expect=2).start(

@@ -13,7 +13,7 @@ MakeCluster = Callable[..., Cluster]
 
 
 @pytest.mark.acceptance("8d-1h:pretrain")
-def test_two_newcomers_are_fed_and_train(
+def test_two_joining_nodes_receive_the_state_and_train(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     cluster = make_elastic(expect=2, max_nodes=4).start(
@@ -39,7 +39,7 @@ def test_two_newcomers_are_fed_and_train(
 
 
 @pytest.mark.acceptance("8d-1h:pretrain")
-def test_a_world_of_one_grows_and_shrinks_back(
+def test_a_world_of_one_grows_and_shrinks_again(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     cluster = make_elastic(expect=1).start(
@@ -59,7 +59,7 @@ def test_a_world_of_one_grows_and_shrinks_back(
 
 
 @pytest.mark.acceptance("8d-1f:pretrain")
-def test_a_node_that_is_asked_to_leave_goes_at_a_step_boundary(
+def test_a_node_that_is_asked_to_drain_leaves_at_a_step_boundary(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     cluster = make_elastic().start(
@@ -84,7 +84,7 @@ def test_a_node_that_is_asked_to_leave_goes_at_a_step_boundary(
 
 
 @pytest.mark.acceptance("8d-5f:pretrain")
-def test_when_all_are_asked_to_leave_all_of_them_save_together_once_and_the_run_goes_on_later(
+def test_if_all_nodes_are_asked_to_drain_they_save_together_once_and_the_run_resumes_later(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     cluster = make_elastic(options=("--lease", "2")).start(
@@ -117,7 +117,7 @@ def test_when_all_are_asked_to_leave_all_of_them_save_together_once_and_the_run_
 
 
 @pytest.mark.acceptance("8d-1g:pretrain")
-def test_below_the_minimum_the_state_is_held_in_memory_until_enough_are_back(
+def test_below_the_minimum_the_state_stays_in_memory_until_enough_nodes_return(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     death = fault("SIGKILL", "slot", node=1, step=4, to="node")
@@ -131,7 +131,7 @@ def test_below_the_minimum_the_state_is_held_in_memory_until_enough_are_back(
     assert steps_of(cluster.directory) == list(range(1, STEPS + 1))
 
 
-def test_the_same_node_started_twice_leaves_the_newer_one(
+def test_of_a_node_started_twice_the_newer_process_stays(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     cluster = make_elastic().start(

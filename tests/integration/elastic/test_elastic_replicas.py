@@ -13,7 +13,7 @@ SMALL_CHUNKS = {"evergrad_trainer.state.transfer._CHUNK_BYTES": 4096}
 """Bytes of a piece: few, for the tiny state to travel in many pieces."""
 
 
-def test_a_newcomer_whose_only_source_dies_while_it_is_fed_begins_with_the_initial_weights(
+def test_a_joining_node_whose_only_source_dies_midway_starts_with_the_initial_weights(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     """No checkpoint exists yet. What had arrived of step 3 must not be trained on as if it were step 0."""
@@ -42,7 +42,7 @@ def test_a_newcomer_whose_only_source_dies_while_it_is_fed_begins_with_the_initi
     ("num_nodes", "named"),
     [(2, "one of ranks 0 and 1 is wrong"), (3, "that of rank 1 is wrong")],
 )
-def test_a_flipped_bit_is_found_before_the_next_save_and_an_exact_run_goes_back_to_where_all_were_equal(
+def test_a_flipped_bit_is_detected_before_the_next_save_and_an_exact_run_goes_back(
     make_elastic: MakeCluster, undisturbed: Any, num_nodes: int, named: str
 ) -> None:
     flip = fault("flip", "step", rank=1, step=6, name="flip")
@@ -65,7 +65,7 @@ def test_a_flipped_bit_is_found_before_the_next_save_and_an_exact_run_goes_back_
     )
 
 
-def test_two_hosts_that_differ_again_after_they_went_back_follow_rank_0_instead_of_going_back_for_ever(
+def test_two_hosts_that_differ_again_after_going_back_follow_rank_0(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     flips = [fault("flip", "step", node=1, step=step, is_repeated=True) for step in (6, 11)]
@@ -86,7 +86,7 @@ def test_two_hosts_that_differ_again_after_they_went_back_follow_rank_0_instead_
     assert all(len(cluster.pids(node)) == 1 for node in range(2)), "nobody's process ends"
 
 
-def test_in_fast_mode_the_replica_that_differs_is_fed_by_the_majority_and_no_step_is_lost(
+def test_in_fast_mode_the_majority_restores_a_differing_replica_and_no_step_is_lost(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     flip = fault("flip", "step", rank=1, step=6, name="flip")

@@ -29,7 +29,7 @@ def dead_resolver(tmp_path: Path) -> Iterator[tuple[Path, socket.socket]]:
         yield configuration, server
 
 
-def test_groups_form_although_no_name_is_ever_resolved(
+def test_groups_form_although_no_name_can_be_resolved(
     make_elastic: MakeCluster, undisturbed: Any, dead_resolver: tuple[Path, socket.socket]
 ) -> None:
     """Every group meets at its first try: no generation is spent on a set-up that took too long."""

@@ -41,7 +41,7 @@ def test_a_hard_change_while_the_next_group_forms_kills_no_survivor(
     assert len(cluster.pids(0)) == 1
 
 
-def test_a_state_whose_source_dies_while_it_travels_is_not_taken_for_whole(
+def test_a_state_whose_source_dies_during_the_transfer_is_not_used(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     """Two other nodes hold the state; a newcomer that believed in what had arrived would feed it to them."""
@@ -58,7 +58,7 @@ def test_a_state_whose_source_dies_while_it_travels_is_not_taken_for_whole(
     assert all(len(cluster.pids(node)) == 1 for node in (1, 2, 3))
 
 
-def test_a_newcomer_whose_only_source_dies_while_it_is_fed_begins_with_the_initial_weights(
+def test_a_joining_node_whose_only_source_dies_midway_starts_with_the_initial_weights(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     hold = fault("hold", "slot", node=0, step=4, name="held")

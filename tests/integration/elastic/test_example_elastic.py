@@ -14,7 +14,7 @@ from pages import ROOT, SECONDS, make_environment, read_blocks
 
 @pytest.mark.long
 @pytest.mark.timeout(SECONDS + 20)
-def test_the_elastic_walk_runs_as_written_and_ends_with_equal_bits(tmp_path: Path) -> None:
+def test_the_elastic_walkthrough_runs_as_written_and_ends_bit_equal(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     manifest = tmp_path / "examples/elastic/trainingrun.yaml"
     # Fewer steps than a reader would want to watch.

@@ -32,7 +32,7 @@ def coordinator(tmp_path: Path) -> Iterator[LocalCoordinator]:
     one.close()
 
 
-def test_nobody_waits_for_an_outcome_that_no_node_can_bring(
+def test_the_coordinator_does_not_wait_for_an_outcome_if_no_node_is_connected(
     coordinator: LocalCoordinator, tmp_path: Path
 ) -> None:
     coordinator.start()

@@ -71,7 +71,7 @@ def node(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 @pytest.mark.timeout(1800)
-def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_complete(
+def test_nodes_of_a_script_write_its_run_directory_and_do_not_start_a_complete_run(
     node: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "run").mkdir()
@@ -128,7 +128,7 @@ def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_com
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_node_is_added_by_hand_as_the_page_on_elastic_runs_says(
+def test_a_node_is_added_by_hand_as_on_the_page_on_elastic_runs(
     experiment: Any, tmp_path: Path
 ) -> None:
     experiment.write(recipe(horizon={"steps": 2}))
@@ -151,7 +151,7 @@ def test_a_node_is_added_by_hand_as_the_page_on_elastic_runs_says(
 @pytest.mark.parametrize(
     "method", [pytest.param(one, marks=pytest.mark.long) for one in ("spawn", "forkserver")]
 )
-def test_workers_that_are_not_forked_train_and_what_they_print_is_the_nodes(
+def test_workers_that_are_not_forked_train_and_their_output_is_the_output_of_the_node(
     method: str, experiment: Any, tmp_path: Path
 ) -> None:
     experiment.write(recipe(horizon={"steps": 2}))

@@ -12,7 +12,7 @@ MakeCluster = Callable[..., Cluster]
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_nodes_come_and_go_and_the_run_ends_with_exit_code_0(
+def test_nodes_join_and_leave_and_the_run_ends_with_exit_code_0(
     make_cluster: MakeCluster,
 ) -> None:
     cluster = make_cluster("--min", "1", "--max", "3", "--start-wait", "30")

@@ -14,7 +14,7 @@ MakeCluster = Callable[..., Cluster]
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_frozen_and_orphaned_nodes_are_left_behind_and_taken_back(
+def test_frozen_and_orphaned_nodes_are_excluded_and_readmitted(
     make_cluster: MakeCluster,
 ) -> None:
     cluster = make_cluster("--min", "1", "--max", "2", "--lease", "6", "--silence", "2")
@@ -50,7 +50,7 @@ def test_frozen_and_orphaned_nodes_are_left_behind_and_taken_back(
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_the_coordinator_may_be_lost_together_with_a_node_or_for_longer_than_the_lease(
+def test_the_coordinator_may_be_lost_with_a_node_or_for_longer_than_the_lease(
     make_cluster: MakeCluster,
 ) -> None:
     cluster = make_cluster("--min", "1", "--max", "2", "--lease", "6", "--silence", "2")
@@ -109,7 +109,7 @@ def test_a_coordinator_whose_pod_is_lost_costs_fresh_workers_no_step(
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_below_min_the_others_wait_and_a_node_has_one_process(
+def test_below_the_minimum_the_others_wait_and_a_node_has_one_process(
     make_cluster: MakeCluster,
 ) -> None:
     cluster = make_cluster("--min", "2", "--max", "2")
@@ -151,7 +151,7 @@ def test_below_min_the_others_wait_and_a_node_has_one_process(
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_joins_are_held_until_a_checkpoint_and_a_late_crash_is_worked_off_alone(
+def test_joins_are_held_until_a_checkpoint_and_a_late_crash_restarts_one_node_alone(
     make_cluster: MakeCluster,
 ) -> None:
     cluster = make_cluster("--min", "1", "--max", "3", "--expect", "2", "--hold-joins")
@@ -187,7 +187,7 @@ def test_joins_are_held_until_a_checkpoint_and_a_late_crash_is_worked_off_alone(
 
 
 @pytest.mark.timeout(3600)
-def test_a_refused_agent_ends_with_70_and_wrong_arguments_with_64(
+def test_a_refused_agent_exits_with_70_and_invalid_arguments_with_64(
     make_cluster: MakeCluster,
 ) -> None:
     cluster = make_cluster("--min", "1", "--max", "1")

@@ -76,7 +76,7 @@ def train_through_a_kill(cluster: Cluster, name: str) -> list[Row]:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_plain_ddp_takes_the_same_samples_and_comes_to_the_same_losses(
+def test_plain_ddp_uses_the_same_samples_and_reaches_the_same_losses(
     make_cluster: MakeCluster,
 ) -> None:
     rows = train_through_a_kill(make_cluster("--min", "1", "--max", "2"), "ddp.py")
@@ -93,7 +93,7 @@ def test_plain_ddp_takes_the_same_samples_and_comes_to_the_same_losses(
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_accelerate_goes_on_from_its_newest_state(make_cluster: MakeCluster) -> None:
+def test_accelerate_resumes_at_its_newest_state(make_cluster: MakeCluster) -> None:
     cluster = make_cluster("--min", "1", "--max", "2")
     rows = train_through_a_kill(cluster, "accelerate_loop.py")
     assert rows[-1].loss is not None and rows[0].loss is not None
@@ -103,7 +103,7 @@ def test_accelerate_goes_on_from_its_newest_state(make_cluster: MakeCluster) -> 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_transformers_trainer_goes_on_from_its_last_checkpoint(
+def test_transformers_trainer_resumes_at_its_last_checkpoint(
     make_cluster: MakeCluster,
 ) -> None:
     cluster = make_cluster("--min", "1", "--max", "2")
@@ -114,7 +114,7 @@ def test_transformers_trainer_goes_on_from_its_last_checkpoint(
 
 
 @pytest.mark.timeout(3600)
-def test_the_documented_script_loses_no_step_when_a_node_is_asked_to_go(
+def test_the_documented_script_loses_no_step_if_a_node_is_asked_to_drain(
     make_cluster: MakeCluster,
 ) -> None:
     cluster = make_cluster("--min", "1", "--max", "2")

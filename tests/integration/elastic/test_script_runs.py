@@ -165,7 +165,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         pytest.param("accelerate_loop.py", marks=pytest.mark.long),
     ],
 )
-def test_an_unmodified_script_survives_a_nodes_kill(make: Make, name: str) -> None:
+def test_an_unmodified_script_survives_the_kill_of_a_node(make: Make, name: str) -> None:
     command = [
         str(SCRIPTS / name),
         "--output",
@@ -193,7 +193,7 @@ def test_an_unmodified_script_survives_a_nodes_kill(make: Make, name: str) -> No
 
 
 @pytest.mark.timeout(1800)
-def test_a_script_that_listens_loses_no_step_when_a_node_or_the_run_is_asked_to_go(
+def test_a_script_that_checks_should_stop_loses_no_step_if_a_node_or_the_run_is_stopped(
     make: Make, tmp_path: Path
 ) -> None:
     code = (
@@ -279,7 +279,7 @@ def series(port: int, name: str) -> float | None:
 
 
 @pytest.mark.timeout(1800)
-def test_a_script_may_report_anything_and_only_that_value_is_lost(
+def test_a_script_may_report_anything_and_only_invalid_values_are_lost(
     make: Make, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(REPORTS_ANYTHING, "utf-8")
@@ -300,7 +300,7 @@ def test_a_script_may_report_anything_and_only_that_value_is_lost(
 
 
 @pytest.mark.timeout(1800)
-def test_a_port_that_is_taken_is_wrong_input_and_named(make: Make, tmp_path: Path) -> None:
+def test_a_port_in_use_is_a_user_error_and_named(make: Make, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("", "utf-8")
     with contextlib.ExitStack() as stack:
         port = two_free_ports()
@@ -328,7 +328,7 @@ while not pathlib.Path("go-on").exists():
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_lost_lease_is_no_request_to_stop(make: Make, tmp_path: Path) -> None:
+def test_a_lost_lease_is_not_a_request_to_stop(make: Make, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WAITS_UNDER_GUARD, "utf-8")
     run = make(["train.py"]).start()
     run.until(
@@ -361,7 +361,7 @@ while True:
 """
 
 
-def test_sigterm_ends_a_run_whose_script_and_whose_node_do_not_listen(
+def test_sigterm_ends_a_run_whose_script_and_node_do_not_react(
     make: Make, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(STAYS, "utf-8")
@@ -419,7 +419,7 @@ def test_a_script_that_fails_ends_the_run_with_its_root_cause(
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_three_nodes_whose_workers_fail_again_and_again_use_up_the_failures_also_on_a_busy_machine(
+def test_three_nodes_whose_workers_fail_repeatedly_use_up_the_budget_on_a_busy_machine(
     make: Make,
 ) -> None:
     # All cores are taken, so that the nodes are slow to import, fork and answer; the failures count all the
@@ -442,7 +442,7 @@ def test_three_nodes_whose_workers_fail_again_and_again_use_up_the_failures_also
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_a_service_that_is_not_there_is_the_scripts_own_failure_and_not_a_lost_peer(
+def test_a_connection_error_of_the_script_is_its_own_failure_and_not_a_lost_peer(
     make: Make, tmp_path: Path, nodes: int
 ) -> None:
     (tmp_path / "train.py").write_text(
@@ -468,7 +468,7 @@ def test_a_service_that_is_not_there_is_the_scripts_own_failure_and_not_a_lost_p
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_an_executable_gets_torchruns_variables_and_what_it_leaves_behind_is_ended(
+def test_an_executable_gets_the_torchrun_variables_and_its_leftover_processes_are_ended(
     make: Make, tmp_path: Path
 ) -> None:
     script = tmp_path / "train.sh"
@@ -492,7 +492,7 @@ def test_an_executable_gets_torchruns_variables_and_what_it_leaves_behind_is_end
         assert not is_alive(left), "an orphan"
 
 
-def test_a_script_that_is_not_there_is_wrong_input(make: Make) -> None:
+def test_a_missing_script_is_a_user_error(make: Make) -> None:
     run = make(["nowhere.py"]).start()
     assert run.wait() == 64
     assert "nowhere.py" in run.output
@@ -536,7 +536,7 @@ print("returned", flush=True)
 """
 
 
-def test_a_script_ends_whose_model_outlives_the_process_group_that_it_destroyed(
+def test_a_script_ends_although_its_model_outlives_the_destroyed_process_group(
     make: Make,
 ) -> None:
     run = make(["wrapped.py"], nodes=2)
@@ -560,7 +560,7 @@ if os.environ["RANK"] == "1" and not Path("hung").exists():
 """
 
 
-def test_a_worker_that_hangs_after_another_one_has_ended_is_shown_by_name_and_ended(
+def test_a_worker_that_hangs_after_another_has_ended_is_reported_by_name_and_killed(
     make: Make,
 ) -> None:
     run = make(["straggler.py"], nodes=2, finishGracePeriodSeconds=3600)
@@ -580,7 +580,7 @@ def test_a_worker_that_hangs_after_another_one_has_ended_is_shown_by_name_and_en
     assert run.wait() == 75
 
 
-def test_a_worker_that_hangs_for_longer_than_its_grace_is_ended_with_its_stacks_in_the_log(
+def test_a_worker_that_hangs_for_longer_than_its_grace_is_killed_with_its_stacks_in_the_log(
     make: Make,
 ) -> None:
     run = make(["straggler.py"], nodes=2, finishGracePeriodSeconds=1)

@@ -145,7 +145,7 @@ def compare_layouts(world: World, directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.capability("O-23")
-def test_two_copies_of_two_shards_train_as_one_copy_of_four_and_hold_twice_as_much(
+def test_two_replicas_of_two_shards_train_like_four_shards_and_use_twice_the_memory(
     tmp_path: Path,
 ) -> None:
     ranks = processes.values(
@@ -179,7 +179,7 @@ def compare_after_a_flip(world: World, directory: Path) -> dict[str, Any]:
     return {"message": "", "ranks": ()}
 
 
-def test_a_flipped_bit_of_one_of_three_copies_is_found_and_its_rank_is_named(
+def test_a_flipped_bit_in_one_of_three_replicas_is_detected_and_its_rank_named(
     tmp_path: Path,
 ) -> None:
     ranks = processes.values(
@@ -218,7 +218,7 @@ def save_and_hash(
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_two_copies_is_restored_by_other_numbers_of_processes(
+def test_a_checkpoint_of_two_replicas_is_restored_by_other_numbers_of_processes(
     tmp_path: Path,
 ) -> None:
     directory = tmp_path / "run"
@@ -242,7 +242,7 @@ def test_a_checkpoint_of_two_copies_is_restored_by_other_numbers_of_processes(
         assert all(one == saved[0] for one in restored)
 
 
-def test_the_gradients_of_copies_are_those_of_a_whole_model(tmp_path: Path) -> None:
+def test_the_gradients_of_replicas_equal_those_of_a_whole_model(tmp_path: Path) -> None:
     ranks = processes.values(
         processes.run_world(compare_with_a_whole_model, size=4, directory=tmp_path / "run")
     )
@@ -298,7 +298,7 @@ def combine(world: World, directory: Path) -> dict[str, tuple[float, int]]:
 
 
 @pytest.mark.capability("A-23")
-def test_chunked_losses_compiled_blocks_and_recomputation_go_together_with_shards(
+def test_chunked_losses_compiled_blocks_and_recomputation_can_be_combined_with_shards(
     tmp_path: Path,
 ) -> None:
     ranks = processes.values(

@@ -126,7 +126,7 @@ def whole_gradients(plan: ModelPlan) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.capability("T-5")
-def test_a_sharded_model_begins_as_a_whole_one_and_sums_every_slot_in_fp32(
+def test_a_sharded_model_starts_like_a_whole_one_and_sums_every_slot_in_fp32(
     tmp_path: Path,
 ) -> None:
     ranks = processes.values(
@@ -222,7 +222,7 @@ def _losses(
     return losses
 
 
-def test_a_model_that_is_cut_computes_what_a_whole_one_does_under_autocast(
+def test_a_sharded_model_computes_like_a_whole_one_under_autocast(
     tmp_path: Path,
 ) -> None:
     """The weights that autocast rounds are gathered rounded, and no others; what blocks are given is not."""

@@ -231,7 +231,7 @@ def compare_with_replicated(world: World, directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_modules_that_are_cut_train_as_whole_ones(tmp_path: Path, size: int) -> None:
+def test_sharded_modules_train_like_whole_ones(tmp_path: Path, size: int) -> None:
     ranks = processes.values(
         processes.run_world(compare_with_replicated, size=size, directory=tmp_path / "run")
     )
@@ -339,7 +339,7 @@ def alter(world: World, directory: Path) -> dict[str, Any]:
     return found
 
 
-def test_what_is_altered_on_one_rank_is_found(tmp_path: Path) -> None:
+def test_changes_on_one_rank_are_detected(tmp_path: Path) -> None:
     (first, second) = processes.values(
         processes.run_world(alter, size=2, directory=tmp_path / "two")
     )
@@ -384,7 +384,7 @@ def alter_everywhere(world: World, directory: Path) -> dict[str, str]:
     return found
 
 
-def test_a_task_that_alters_a_frozen_module_that_is_cut_is_told_so(tmp_path: Path) -> None:
+def test_a_task_that_changes_a_sharded_frozen_module_gets_an_error(tmp_path: Path) -> None:
     ranks = processes.values(
         processes.run_world(alter_everywhere, size=2, directory=tmp_path / "run")
     )
@@ -438,7 +438,7 @@ def call_between_steps(world: World, directory: Path) -> dict[str, Any]:
     }
 
 
-def test_modules_that_a_task_calls_between_steps_are_cut_again_behind_it(
+def test_modules_that_a_task_calls_between_steps_are_resharded_afterwards(
     tmp_path: Path,
 ) -> None:
     ranks = processes.values(
@@ -472,7 +472,7 @@ def lose_a_peer(world: World, directory: Path) -> dict[str, Any]:
     return {}
 
 
-def test_a_peer_that_is_lost_while_a_weight_is_gathered_is_no_error_of_the_task(
+def test_a_peer_lost_while_a_weight_is_gathered_is_not_an_error_of_the_task(
     tmp_path: Path,
 ) -> None:
     (first, _) = processes.values(
@@ -518,7 +518,7 @@ def use_carelessly(world: World, directory: Path) -> dict[str, str]:
     return found
 
 
-def test_weights_that_are_used_where_they_are_not_whole_are_refused_with_the_line(
+def test_use_of_sharded_weights_as_whole_ones_is_refused_with_the_line(
     tmp_path: Path,
 ) -> None:
     ranks = processes.values(
@@ -582,7 +582,7 @@ def build_with_reference(world: World, directory: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_frozen_model_of_the_file_has_its_weights_also_where_a_checkpoint_follows(
+def test_a_frozen_copy_of_the_configured_model_has_its_weights_although_a_checkpoint_follows(
     tmp_path: Path,
 ) -> None:
     """The trained one gets them from the checkpoint, which holds nothing of the frozen one."""
@@ -635,7 +635,7 @@ def remember(world: World, directory: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_task_that_reads_or_changes_weights_first_gets_those_of_a_whole_model(
+def test_a_task_that_reads_or_changes_initial_weights_gets_those_of_a_whole_model(
     tmp_path: Path,
 ) -> None:
     """Weights that are made after the cut would be read as nothing, and changes of them would be lost."""
@@ -660,7 +660,7 @@ class Hooked(Distilled):
     def enter(self, modules: Modules, stage: Stage) -> None: ...
 
 
-def test_hooks_on_gradients_are_refused_where_modules_are_cut() -> None:
+def test_hooks_on_gradients_are_refused_with_sharded_modules() -> None:
     """By a process alone, too: it may be joined by others."""
     world = World(1, rank=0, size=1, device=torch.device("cpu"))
     build(world, REPLICATED, task=Hooked())

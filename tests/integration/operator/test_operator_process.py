@@ -32,7 +32,7 @@ def has_status(api: ServerThread, name: str) -> bool:
     return api.status(name).get("phase") == "Starting"
 
 
-def test_a_run_that_is_applied_gets_its_children_and_a_status(
+def test_an_applied_run_gets_its_children_and_a_status(
     api: ServerThread, tmp_path: Path
 ) -> None:
     operator = OperatorProcess(tmp_path, api.server.url)
@@ -58,9 +58,7 @@ def test_a_run_that_is_applied_gets_its_children_and_a_status(
     ]
 
 
-def test_runs_that_are_gone_leave_no_series_behind(
-    api: ServerThread, tmp_path: Path
-) -> None:
+def test_deleted_runs_leave_no_series(api: ServerThread, tmp_path: Path) -> None:
     operator = OperatorProcess(tmp_path, api.server.url)
     with running(operator):
         operator.wait_ready()
@@ -97,7 +95,7 @@ def test_runs_that_are_gone_leave_no_series_behind(
         assert len(operator.get("/metrics")[1].splitlines()) <= before + 5
 
 
-def test_an_operator_that_starts_again_over_unchanged_runs_writes_nothing_and_ends_in_order(
+def test_an_operator_that_restarts_with_unchanged_runs_writes_nothing_and_exits_gracefully(
     api: ServerThread, tmp_path: Path
 ) -> None:
     operator = OperatorProcess(tmp_path, api.server.url)
@@ -131,7 +129,7 @@ def test_an_operator_that_starts_again_over_unchanged_runs_writes_nothing_and_en
 
 
 @pytest.mark.parametrize("write", [0, 2, 4, 6])
-def test_an_operator_killed_at_a_write_is_followed_by_one_that_goes_on(
+def test_an_operator_killed_at_a_write_is_followed_by_one_that_continues(
     write: int, api: ServerThread, tmp_path: Path
 ) -> None:
     operator = OperatorProcess(tmp_path, api.server.url)
@@ -153,7 +151,7 @@ def test_an_operator_killed_at_a_write_is_followed_by_one_that_goes_on(
         assert api.pods() == CHILDREN
 
 
-def test_of_two_operators_one_writes_and_a_leader_that_was_stopped_never_writes_again(
+def test_one_of_two_operators_writes_and_a_suspended_leader_never_writes_again(
     api: ServerThread, tmp_path: Path
 ) -> None:
     options = ("--lease", "--lease-namespace", "ns", "--lease-seconds", "10")
@@ -215,7 +213,7 @@ def waits(operator: OperatorProcess) -> bool:
     return "evergrad_operator_leader 0.0" in operator.get("/metrics")[1]
 
 
-def test_two_outages_longer_than_the_lease_are_waited_for(
+def test_the_operator_survives_two_outages_longer_than_the_lease(
     api: ServerThread, tmp_path: Path
 ) -> None:
     operator = OperatorProcess(tmp_path, api.server.url, *LEASE)
@@ -234,7 +232,7 @@ def test_two_outages_longer_than_the_lease_are_waited_for(
         assert operator.wait() == 0, operator.text()
 
 
-def test_without_the_lease_nothing_is_written_although_the_api_server_answers(
+def test_without_the_lease_nothing_is_written_although_the_api_server_responds(
     api: ServerThread, tmp_path: Path
 ) -> None:
     operator = OperatorProcess(tmp_path, api.server.url, *LEASE)
@@ -280,7 +278,7 @@ def test_an_operator_that_starts_first_waits_for_the_api_server(
 
 
 @pytest.mark.long
-def test_a_leader_that_ends_in_order_is_followed_at_once(
+def test_a_leader_that_exits_gracefully_is_replaced_at_once(
     api: ServerThread, tmp_path: Path
 ) -> None:
     options = ("--lease", "--lease-namespace", "ns", "--lease-seconds", "60")
@@ -305,7 +303,7 @@ def test_a_leader_that_ends_in_order_is_followed_at_once(
         ("trainingruns", "trainingruns/status"),
     ],
 )
-def test_missing_rights_are_said_at_once(
+def test_missing_permissions_are_reported_at_once(
     refused: str, text: str, api: ServerThread, tmp_path: Path
 ) -> None:
     api.server.refused = {refused}
@@ -387,7 +385,7 @@ def pods_of(store: Store) -> list[str]:
     return [raw["metadata"]["name"] for raw in store.list("pods")]
 
 
-def test_watches_and_writes_go_on_after_the_token_was_rotated(tmp_path: Path) -> None:
+def test_watches_and_writes_continue_after_the_token_was_rotated(tmp_path: Path) -> None:
     async def story(server: FakeServer, service: Service) -> None:
         server.tokens = {"first"}
         create(server.store, "a")
@@ -401,7 +399,7 @@ def test_watches_and_writes_go_on_after_the_token_was_rotated(tmp_path: Path) ->
     in_one_process(tmp_path, story)
 
 
-def test_what_vanished_while_the_watch_was_away_is_found_by_the_next_list(
+def test_a_pod_deleted_while_the_watch_was_disconnected_is_found_by_the_next_list(
     tmp_path: Path,
 ) -> None:
     async def story(server: FakeServer, service: Service) -> None:
@@ -413,7 +411,7 @@ def test_what_vanished_while_the_watch_was_away_is_found_by_the_next_list(
     in_one_process(tmp_path, story, resync_seconds="1")
 
 
-def test_a_worker_that_stands_still_shows_in_the_health(
+def test_a_worker_that_hangs_makes_the_operator_unhealthy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story(server: FakeServer, service: Service) -> None:
@@ -433,7 +431,7 @@ def test_a_worker_that_stands_still_shows_in_the_health(
     in_one_process(tmp_path, story)
 
 
-def test_a_watch_that_is_behind_shows_in_the_health(
+def test_a_watch_that_is_behind_makes_the_operator_unhealthy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story(server: FakeServer, service: Service) -> None:
@@ -449,7 +447,7 @@ def test_a_watch_that_is_behind_shows_in_the_health(
     in_one_process(tmp_path, story)
 
 
-def test_three_quiet_minutes_after_a_killed_pod_leave_the_operator_in_health(
+def test_three_quiet_minutes_after_a_killed_pod_leave_the_operator_healthy(
     tmp_path: Path,
 ) -> None:
     def run_pods(store: Store) -> None:
@@ -490,7 +488,7 @@ def test_three_quiet_minutes_after_a_killed_pod_leave_the_operator_in_health(
     in_one_process(tmp_path, story)
 
 
-def test_a_run_that_a_webhook_keeps_from_starting_says_so_and_starts_when_it_answers(
+def test_a_run_blocked_by_a_webhook_reports_it_and_starts_when_the_webhook_responds(
     api: ServerThread, tmp_path: Path
 ) -> None:
     def fail(write: Write) -> None:
@@ -524,7 +522,7 @@ def test_a_run_that_a_webhook_keeps_from_starting_says_so_and_starts_when_it_ans
         assert operator.get("/healthz") == (200, "ok\n")
 
 
-def test_what_vanished_in_a_gap_of_the_watch_is_found_when_it_lists_anew(
+def test_an_object_deleted_in_a_gap_of_the_watch_is_found_by_the_periodic_list(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

@@ -49,7 +49,7 @@ def configure(objects: list[dict[str, Any]], **server: Any) -> Configuration:
     return prometheus.configure(described, objects, namespaces=NAMESPACES)
 
 
-def test_prometheus_takes_what_the_operator_makes_of_the_monitors_and_every_rule(
+def test_prometheus_accepts_the_configuration_generated_from_the_monitors_and_every_rule(
     tmp_path: Path,
 ) -> None:
     made = configure(render())
@@ -69,7 +69,7 @@ def test_prometheus_takes_what_the_operator_makes_of_the_monitors_and_every_rule
     assert f"{len(ALERTS)} rules found" in said
 
 
-def test_only_listed_namespaces_are_searched_and_coordinators_only_where_they_are_open() -> (
+def test_only_listed_namespaces_are_searched_and_coordinators_only_with_an_open_port() -> (
     None
 ):
     scope = {"scope": "namespaced", "watchNamespaces": ["team-a", "team-b"]}
@@ -83,7 +83,7 @@ def test_only_listed_namespaces_are_searched_and_coordinators_only_where_they_ar
     }
 
 
-def test_what_a_prometheus_does_not_select_by_its_labels_is_not_scraped() -> None:
+def test_monitors_that_a_prometheus_does_not_select_by_label_are_not_scraped() -> None:
     other = prometheus.describe_server({"release": "other"}, interval="1s")
     made = prometheus.configure(other, render(), namespaces=NAMESPACES)
     assert made.jobs == {} and made.rules == {}
@@ -101,7 +101,7 @@ def test_what_a_prometheus_does_not_select_by_its_labels_is_not_scraped() -> Non
         ),
     ],
 )
-def test_the_operator_refuses_a_monitor_with_a_mistake(
+def test_prometheus_operator_refuses_an_invalid_monitor(
     kind: str, change: tuple[str, str, Any], reason: str
 ) -> None:
     objects = copy.deepcopy(render())
@@ -112,7 +112,7 @@ def test_the_operator_refuses_a_monitor_with_a_mistake(
         configure(objects)
 
 
-def test_the_operator_refuses_a_rule_that_is_no_promql() -> None:
+def test_prometheus_operator_refuses_a_rule_that_is_not_promql() -> None:
     objects = copy.deepcopy(render())
     (rule,) = (one for one in objects if one["kind"] == "PrometheusRule")
     rule["spec"]["groups"][0]["rules"][0]["expr"] = "sum(("
@@ -207,7 +207,7 @@ def endpoints() -> Iterator[dict[str, int]]:
         one.close()
 
 
-def test_prometheus_scrapes_live_nodes_coordinators_and_operators_with_the_labels_of_their_runs(
+def test_prometheus_scrapes_live_nodes_coordinators_and_operators_with_run_labels(
     endpoints: dict[str, int], tmp_path: Path
 ) -> None:
     node = {**OF_RUN, "evergrad.dev/role": "node"}

@@ -331,7 +331,7 @@ def watched(
         yield prometheus, world
 
 
-def test_every_family_of_a_run_has_the_same_two_labels_whoever_serves_it(
+def test_every_family_of_a_run_has_the_same_two_labels_from_any_source(
     watched: tuple[Prometheus, World],
 ) -> None:
     prometheus, _ = watched
@@ -354,7 +354,7 @@ def test_every_family_of_a_run_has_the_same_two_labels_whoever_serves_it(
     assert prometheus.query(without) == []
 
 
-def test_every_query_of_a_dashboard_has_an_answer(
+def test_every_query_of_a_dashboard_has_a_result(
     watched: tuple[Prometheus, World],
 ) -> None:
     prometheus, _ = watched
@@ -376,7 +376,7 @@ def test_every_query_of_a_dashboard_has_an_answer(
     assert silent() >= WITHOUT_DATA
 
 
-def test_every_rule_is_evaluated_and_alerts_carry_the_name_of_their_run_and_of_no_other(
+def test_every_rule_is_evaluated_and_alerts_have_the_name_of_their_run_only(
     watched: tuple[Prometheus, World],
 ) -> None:
     prometheus, world = watched

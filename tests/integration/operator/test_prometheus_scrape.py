@@ -196,7 +196,7 @@ def test_prometheus_scrapes_the_values_and_answers_the_documented_queries(
     prometheus.wait_for("evergrad_exit_code", 0)
 
 
-def test_promtool_finds_nothing_to_complain_about(
+def test_promtool_reports_no_problem(
     exporter: PrometheusExporter, synthetic: ModuleType
 ) -> None:
     promtool = _require("promtool")

@@ -21,7 +21,7 @@ def copy(tmp_path: Path) -> Path:
 
 @pytest.mark.long
 @pytest.mark.timeout(SECONDS + 20)
-def test_the_walk_of_an_own_task_runs_as_written(copy: Path) -> None:
+def test_the_walkthrough_of_an_own_task_runs_as_written(copy: Path) -> None:
     printed = play("\n".join(read_blocks("examples/custom/README.md")), copy)
     assert '"name":"average"' in printed
     assert (copy / "runs/averaged/complete.json").is_file()
@@ -29,7 +29,7 @@ def test_the_walk_of_an_own_task_runs_as_written(copy: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(SECONDS + 20)
-def test_the_walk_of_rows_runs_as_written(copy: Path) -> None:
+def test_the_walkthrough_of_rows_runs_as_written(copy: Path) -> None:
     printed = play("\n".join(read_blocks("examples/sft/README.md")), copy)
     assert "heldOut-generated" in printed and '"exact_match"' in printed
     assert (copy / "runs/letters-sft/complete.json").is_file()
@@ -37,7 +37,7 @@ def test_the_walk_of_rows_runs_as_written(copy: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(SECONDS + 20)
-def test_the_walk_of_pythons_documentation_runs_as_written_but_for_its_kill(
+def test_the_walkthrough_of_the_python_documentation_runs_as_written_except_for_its_kill(
     copy: Path,
 ) -> None:
     # Fewer steps than a reader would want to watch.
@@ -69,7 +69,7 @@ def read_rows(copy: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.timeout(SECONDS + 20)
-def test_a_run_that_is_killed_as_the_page_says_goes_on_after_its_newest_checkpoint(
+def test_a_run_killed_as_on_the_page_resumes_at_its_newest_checkpoint(
     copy: Path,
 ) -> None:
     # The page's pgrep finds such runs of the whole machine. In a namespace of processes there are no others.

@@ -181,7 +181,7 @@ def _opened(*, is_ignored: bool) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_no_end_that_is_asked_for_leaves_the_file_with_the_token_behind(
+def test_no_requested_exit_leaves_the_file_with_the_token(
     number: signal.Signals,
 ) -> None:
     with _opened(is_ignored=False) as process:
@@ -193,7 +193,7 @@ def test_no_end_that_is_asked_for_leaves_the_file_with_the_token_behind(
     assert process.returncode == 0 and not file.parent.exists()
 
 
-def test_a_closed_terminal_ends_no_command_that_nohup_began() -> None:
+def test_a_closed_terminal_ends_no_command_started_with_nohup() -> None:
     with _opened(is_ignored=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -202,7 +202,7 @@ def test_a_closed_terminal_ends_no_command_that_nohup_began() -> None:
         assert process.stdout.read() == "interrupted True\n"
 
 
-def test_an_interrupt_at_any_moment_of_the_wait_is_an_interrupt() -> None:
+def test_an_interrupt_at_any_time_of_the_wait_is_an_interrupt() -> None:
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     num_interrupts = 0
     try:
@@ -227,7 +227,7 @@ def test_a_run_without_a_coordinator_is_refused_with_the_reason(
     assert "has no running coordinator, so there is no live page" in capsys.readouterr().err
 
 
-def test_wrong_arguments_are_named(
+def test_invalid_arguments_are_reported(
     cluster: FakeCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "events.jsonl").touch()
@@ -240,7 +240,7 @@ def test_wrong_arguments_are_named(
     assert "--port: 70000 is not within 0 and 65535" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_named(
+def test_a_port_in_use_is_reported(
     cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -249,7 +249,7 @@ def test_a_port_that_is_taken_is_named(
     assert f"--port: {port} cannot be used" in capsys.readouterr().err
 
 
-def test_a_connection_that_cannot_be_made_ends_alone(site: Site) -> None:
+def test_a_failed_connection_ends_alone(site: Site) -> None:
     errors: list[Exception] = []
     is_away = [True]
 
@@ -268,7 +268,7 @@ def test_a_connection_that_cannot_be_made_ends_alone(site: Site) -> None:
         socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
 
 
-def test_a_run_directory_names_the_page_of_its_coordinator(
+def test_a_run_directory_opens_the_page_of_its_coordinator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     opened: list[str] = []
@@ -302,7 +302,7 @@ def test_a_run_directory_names_the_page_of_its_coordinator(
         ("0123456789abcdef", None, False),
     ],
 )
-def test_another_run_at_the_port_of_a_killed_coordinator_is_not_taken_for_its_own(
+def test_another_run_at_the_port_of_a_killed_coordinator_is_not_shown(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     instance: str | None,

@@ -68,7 +68,7 @@ def environment() -> dict[str, str]:
     return make_environment(PYTHONSAFEPATH="1", GLOO_SOCKET_IFNAME="lo")
 
 
-def test_two_terminals_train_an_example_script_as_its_page_says(
+def test_two_terminals_train_an_example_script_as_on_its_page(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     shutil.copytree(ROOT / "examples/scripts", tmp_path / "examples/scripts")
@@ -96,7 +96,7 @@ def test_two_terminals_train_an_example_script_as_its_page_says(
     assert list((tmp_path / "runs/ddp").iterdir()), "its checkpoint"
 
 
-def test_a_script_of_ones_own_is_a_node_under_torchrun_as_the_page_says(
+def test_a_user_script_is_a_node_under_torchrun_as_on_the_page(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
@@ -158,7 +158,7 @@ def fresh(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_the_commands_for_a_cluster_are_installed_in_a_clone_without_torch(
+def test_the_cluster_commands_are_installed_from_a_clone_without_torch(
     clone: Path, fresh: dict[str, str]
 ) -> None:
     install, *_ = read_blocks("docs/operate/cluster-cli.md")
@@ -175,7 +175,7 @@ def test_the_commands_for_a_cluster_are_installed_in_a_clone_without_torch(
     assert "evergrad-trainer" not in printed
 
 
-def test_adapters_are_installed_in_a_clone_as_their_page_says(
+def test_adapters_are_installed_from_a_clone_as_on_their_page(
     clone: Path, fresh: dict[str, str]
 ) -> None:
     install, *_ = read_blocks("docs/train/adapters.md")

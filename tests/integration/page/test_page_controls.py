@@ -47,7 +47,7 @@ def scales(browser: Browser) -> dict[str, Any]:
     return dict(found)
 
 
-def test_all_curves_over_steps_get_a_logarithmic_axis_and_the_processes_keep_theirs(
+def test_all_step_curves_get_a_logarithmic_axis_and_the_process_curves_keep_theirs(
     browser: Browser, site: Site
 ) -> None:
     click(browser, "log")
@@ -61,9 +61,7 @@ def test_all_curves_over_steps_get_a_logarithmic_axis_and_the_processes_keep_the
     assert set(scales(browser).values()) == {1}
 
 
-def test_smoothing_draws_the_mean_and_keeps_the_values_behind_it(
-    browser: Browser, site: Site
-) -> None:
+def test_smoothing_draws_the_mean_over_the_values(browser: Browser, site: Site) -> None:
     browser.run(
         "const one = document.getElementById('smooth'); one.value = '0.9';"
         " one.dispatchEvent(new Event('change'))"
@@ -82,9 +80,7 @@ def test_smoothing_draws_the_mean_and_keeps_the_values_behind_it(
     wait(browser, f"({LOSS}).chart.data[1].length === 205")
 
 
-def test_a_clipped_axis_leaves_out_what_is_far_from_the_rest(
-    browser: Browser, site: Site
-) -> None:
+def test_a_clipped_axis_excludes_outliers(browser: Browser, site: Site) -> None:
     def spike() -> None:
         site.clock.now += 1
         site.step += 1
@@ -145,7 +141,7 @@ def test_a_second_run_is_drawn_from_its_file_over_the_first(
     assert note == "The file has no rows of steps. Choose a metrics.jsonl."
 
 
-def test_the_tile_and_the_header_of_the_curve_have_one_throughput_and_marks_a_legend(
+def test_tile_and_curve_header_show_the_same_throughput_and_annotations_have_a_legend(
     browser: Browser, site: Site
 ) -> None:
     site.train(1000)
@@ -193,7 +189,7 @@ def write_run(directory: Path, *, ends: str) -> None:
 @pytest.mark.parametrize(
     ("ends", "said"), [("complete", "complete"), ("signal", "stopped")]
 )
-def test_a_run_that_has_ended_is_not_live_and_a_stop_that_was_asked_for_is_no_restart(
+def test_an_ended_run_is_not_live_and_a_requested_stop_is_not_a_restart(
     browser: Browser, tmp_path: Path, ends: str, said: str
 ) -> None:
     directory = tmp_path / "third-try"

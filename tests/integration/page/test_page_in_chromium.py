@@ -60,7 +60,7 @@ def open_page(browser: Browser, site: Site, *, step: int) -> None:
     wait(browser, f"document.title.includes('step {step:,}')")
 
 
-def test_it_shows_the_run_and_loads_nothing_but_itself(
+def test_the_page_shows_the_run_and_loads_nothing_else(
     browser: Browser, site: Site
 ) -> None:
     site.note("broken", generation=4, node="2", rank=2, cause="worker_crash")
@@ -108,7 +108,7 @@ def test_it_shows_the_run_and_loads_nothing_but_itself(
     assert requested(browser) == [site.url, f"{site.url}live"]
 
 
-def test_it_follows_the_run_while_it_is_open(browser: Browser, site: Site) -> None:
+def test_the_page_follows_the_run_while_it_is_open(browser: Browser, site: Site) -> None:
     site.train(20)
     open_page(browser, site, step=20)
     site.train(30)
@@ -126,9 +126,7 @@ def test_it_follows_the_run_while_it_is_open(browser: Browser, site: Site) -> No
     assert browser.log("browser") == []
 
 
-def test_a_keyboard_reads_the_curves_and_presses_the_buttons(
-    browser: Browser, site: Site
-) -> None:
+def test_curves_and_buttons_can_be_used_by_keyboard(browser: Browser, site: Site) -> None:
     site.train(100)
     open_page(browser, site, step=100)
 
@@ -166,7 +164,7 @@ def test_a_keyboard_reads_the_curves_and_presses_the_buttons(
 
 
 @pytest.mark.parametrize("width", [360, 720, 1180, 1920])
-def test_nothing_sticks_out_at_any_width(browser: Browser, site: Site, width: int) -> None:
+def test_nothing_overflows_at_any_width(browser: Browser, site: Site, width: int) -> None:
     site.train(300)
     browser.view(width=width, scheme="light")
     open_page(browser, site, step=300)
@@ -184,7 +182,7 @@ def test_nothing_sticks_out_at_any_width(browser: Browser, site: Site, width: in
     assert all(0 <= left < right <= width for left, right in boxes)
 
 
-def test_light_and_dark_are_both_drawn_also_after_a_change(
+def test_light_and_dark_schemes_are_both_drawn_and_can_change(
     browser: Browser, site: Site
 ) -> None:
     site.train(300)
@@ -206,7 +204,7 @@ def test_light_and_dark_are_both_drawn_also_after_a_change(
         )
 
 
-def test_names_and_messages_of_nodes_are_text(browser: Browser) -> None:
+def test_names_and_messages_of_nodes_are_shown_as_text(browser: Browser) -> None:
     evil = "<img src=//127.0.0.1:9/x onerror=alert(1)>"
     one = Site(name=evil)
     one.group.training.values = {}
@@ -224,7 +222,9 @@ def test_names_and_messages_of_nodes_are_text(browser: Browser) -> None:
     browser.log("browser")
 
 
-def test_elsewhere_than_on_loopback_the_token_is_asked_for(browser: Browser) -> None:
+def test_on_other_addresses_than_loopback_the_page_asks_for_the_token(
+    browser: Browser,
+) -> None:
     one = Site()
     with one.serving("0.0.0.0"):
         one.train(10)
@@ -278,7 +278,7 @@ class RichSite(Site):
         }
 
 
-def test_all_evaluation_sets_have_a_curve_and_what_has_no_plot_is_named(
+def test_all_evaluation_sets_have_a_curve_and_sets_without_a_plot_are_named(
     browser: Browser,
 ) -> None:
     one = RichSite()
@@ -338,7 +338,7 @@ class OddSite(Site):
         }
 
 
-def test_names_that_objects_of_the_page_have_and_names_below_others_get_their_plots(
+def test_names_of_javascript_properties_and_nested_names_get_their_plots(
     browser: Browser,
 ) -> None:
     one = OddSite()
@@ -362,7 +362,9 @@ def test_names_that_objects_of_the_page_have_and_names_below_others_get_their_pl
     browser.log("browser")
 
 
-def test_a_fault_of_the_page_is_no_lost_connection(browser: Browser, site: Site) -> None:
+def test_a_faulty_update_is_not_shown_as_a_lost_connection(
+    browser: Browser, site: Site
+) -> None:
     site.train(20)
     open_page(browser, site, step=20)
     began_at = site.feed._began_at_unix
@@ -379,7 +381,7 @@ def test_a_fault_of_the_page_is_no_lost_connection(browser: Browser, site: Site)
     ]
 
 
-def test_a_fault_in_drawing_is_told_on_the_page(browser: Browser, site: Site) -> None:
+def test_a_drawing_error_is_shown_on_the_page(browser: Browser, site: Site) -> None:
     site.train(20)
     open_page(browser, site, step=20)
     began_at = site.feed._began_at_unix
@@ -402,7 +404,7 @@ def count(browser: Browser, what: str) -> int:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_eight_hours_at_ten_steps_a_second_keep_the_browser_small(
+def test_eight_hours_at_ten_steps_a_second_use_bounded_browser_memory(
     browser: Browser, site: Site
 ) -> None:
     """288,000 steps: an update for each of 28,800 seconds, as fast as they can be read."""
@@ -429,7 +431,9 @@ def test_eight_hours_at_ten_steps_a_second_keep_the_browser_small(
     assert browser.log("browser") == []
 
 
-def test_more_pages_than_the_bound_are_told_so(browser: Browser, site: Site) -> None:
+def test_a_page_beyond_the_bound_shows_that_it_was_refused(
+    browser: Browser, site: Site
+) -> None:
     site.train(5)
     answers: list[Any] = []
     try:
@@ -446,7 +450,7 @@ def test_more_pages_than_the_bound_are_told_so(browser: Browser, site: Site) -> 
     open_page(browser, site, step=5)
 
 
-def test_the_page_of_all_runs_lists_sorts_and_finds_them(browser: Browser) -> None:
+def test_the_fleet_page_lists_sorts_and_searches_the_runs(browser: Browser) -> None:
     names = (
         "[...document.querySelectorAll('tbody tr')].map(row => row.children[1].textContent)"
     )

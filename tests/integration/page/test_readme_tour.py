@@ -27,7 +27,7 @@ def read_tour() -> list[tuple[str, int]]:
     return found
 
 
-def test_each_evergrad_command_of_the_tour_is_one_that_the_command_line_takes() -> None:
+def test_each_evergrad_command_of_the_tour_is_valid() -> None:
     commands = [shlex.split(command) for command, _ in read_tour()]
     ours = [words[1:] for words in commands if words[0] == "evergrad"]
     assert len(ours) >= 8
@@ -37,7 +37,7 @@ def test_each_evergrad_command_of_the_tour_is_one_that_the_command_line_takes() 
 
 @pytest.mark.long
 @pytest.mark.timeout(2 * SECONDS)
-def test_the_readmes_tour_works_in_its_order_and_each_command_ends_as_its_comment_says(
+def test_the_readme_tour_works_in_order_and_each_command_ends_as_its_comment_states(
     tmp_path: Path,
 ) -> None:
     commands = read_tour()

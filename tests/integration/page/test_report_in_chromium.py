@@ -69,7 +69,7 @@ def _write_run(directory: Path) -> None:
     )
 
 
-def test_the_page_loads_nothing_but_itself_and_says_nothing_on_the_console(
+def test_the_page_loads_only_itself_and_prints_nothing_on_the_console(
     browser: Browser, site: tuple[str, list[str]]
 ) -> None:
     url, asked = site
@@ -138,7 +138,7 @@ class Mouse:
 
 
 @pytest.mark.parametrize("width", [360, 720, 1180, 1920])
-def test_nothing_sticks_out_at_any_width(
+def test_nothing_overflows_at_any_width(
     browser: Browser, site: tuple[str, list[str]], width: int
 ) -> None:
     browser.view(width=width, scheme="light")
@@ -161,7 +161,7 @@ def test_nothing_sticks_out_at_any_width(
     assert browser.run("return document.documentElement.scrollWidth") == 320
 
 
-def test_dragging_enlarges_all_charts_of_steps_and_a_double_click_goes_back(
+def test_dragging_zooms_all_step_charts_and_a_double_click_resets_them(
     browser: Browser, site: tuple[str, list[str]]
 ) -> None:
     browser.view(width=1180, scheme="light")
@@ -200,7 +200,7 @@ def test_one_cursor_reads_all_charts(browser: Browser, site: tuple[str, list[str
     assert cursors == NUM_PLOTS
 
 
-def test_a_keyboard_reaches_each_chart_reads_it_and_goes_back(
+def test_each_chart_can_be_reached_read_and_reset_by_keyboard(
     browser: Browser, site: tuple[str, list[str]]
 ) -> None:
     browser.view(width=1180, scheme="light")
@@ -234,7 +234,7 @@ def test_a_keyboard_reaches_each_chart_reads_it_and_goes_back(
     assert spans(browser) == whole
 
 
-def test_light_and_dark_are_both_drawn_also_after_a_change(
+def test_light_and_dark_schemes_are_both_drawn_and_can_change(
     browser: Browser, site: tuple[str, list[str]]
 ) -> None:
     browser.open(site[0])
@@ -261,7 +261,9 @@ def test_light_and_dark_are_both_drawn_also_after_a_change(
         )
 
 
-def test_paper_has_the_pictures(browser: Browser, site: tuple[str, list[str]]) -> None:
+def test_the_printed_page_has_the_pictures(
+    browser: Browser, site: tuple[str, list[str]]
+) -> None:
     browser.view(width=1180, scheme="light")
     browser.open(site[0])
     assert len(shown(browser, ".uplot")) == NUM_PLOTS
@@ -304,7 +306,7 @@ def test_without_scripts_the_pictures_are_shown(
         browser.tell("Emulation.setScriptExecutionDisabled", value=False)
 
 
-def test_a_script_that_got_into_the_page_does_not_run(
+def test_an_injected_script_does_not_run(
     browser: Browser, site: tuple[str, list[str]]
 ) -> None:
     browser.open(site[0])

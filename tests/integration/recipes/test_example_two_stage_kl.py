@@ -10,7 +10,7 @@ from pages import ROOT, SECONDS, play, read_blocks
 
 @pytest.mark.long
 @pytest.mark.timeout(SECONDS + 20)
-def test_the_walk_of_two_stages_runs_as_written(tmp_path: Path) -> None:
+def test_the_walkthrough_of_two_stages_runs_as_written(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     printed = play("\n".join(read_blocks("examples/two-stage-kl/README.md")), tmp_path)
     assert "losses equal bit by bit" in printed

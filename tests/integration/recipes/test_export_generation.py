@@ -74,7 +74,7 @@ def texts(experiment: Experiment) -> Experiment:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_that_was_created_here_stops_at_the_end_of_a_text(
+def test_a_model_created_by_evergrad_stops_at_the_end_of_a_text(
     texts: Experiment, family: str
 ) -> None:
     config = {"model_type": family, **FAMILIES[family]}
@@ -86,7 +86,7 @@ def test_a_model_that_was_created_here_stops_at_the_end_of_a_text(
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 8, "alpha": 64}])
-def test_every_export_of_a_base_keeps_its_settings_and_stops_at_what_was_learned(
+def test_every_export_of_a_base_keeps_its_settings_and_stops_at_the_learned_end(
     texts: Experiment, lora: dict[str, Any] | None
 ) -> None:
     base = train(texts, "base", {"config": {"model_type": "llama", **FAMILIES["llama"]}})
@@ -161,7 +161,7 @@ def train_on_chats(
     )
 
 
-def test_a_model_of_conversations_stops_at_the_end_of_its_turns(chats: Experiment) -> None:
+def test_a_conversation_model_stops_at_the_end_of_its_turns(chats: Experiment) -> None:
     config = {"model_type": "llama", **FAMILIES["llama"]}
     # The run's own evaluation ends its completions there, too.
     evaluation = {
@@ -176,7 +176,7 @@ def test_a_model_of_conversations_stops_at_the_end_of_its_turns(chats: Experimen
     assert (last["name"], last["metrics"]["exact_match"]) == ("again-generated", 1.0)
 
 
-def test_adapters_that_learned_conversations_stop_at_every_end(chats: Experiment) -> None:
+def test_adapters_trained_on_conversations_stop_at_every_end(chats: Experiment) -> None:
     config = {"model_type": "llama", **FAMILIES["llama"], "vocab_size": 258}
     base = train_on_chats(chats, "base", {"config": config})
     given = {"eos_token_id": [7, 9], "max_new_tokens": 77}
@@ -191,7 +191,7 @@ def test_adapters_that_learned_conversations_stop_at_every_end(chats: Experiment
 
 
 @pytest.mark.parametrize("has_settings", [True, False])
-def test_the_ends_of_an_export_are_known_to_the_run(
+def test_the_run_evaluates_with_the_end_tokens_of_its_export(
     chats: Experiment, has_settings: bool
 ) -> None:
     """The base names a letter of the learned text as an end: users of an export stop there."""

@@ -70,7 +70,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 @pytest.mark.acceptance("8d-11i:latent_edit")
 @pytest.mark.capability("G-80", "G-84", "G-90")
-def test_it_trains_and_is_measured_beside_the_trivial_baselines(whole: Experiment) -> None:
+def test_training_improves_on_the_trivial_baselines(whole: Experiment) -> None:
     directory = whole.at("undisturbed")
     rows = curve(directory)
     assert sorted(rows) == list(range(1, STEPS + 1)) and checkpoints(directory)[-1] == STEPS
@@ -106,9 +106,7 @@ def test_it_trains_and_is_measured_beside_the_trivial_baselines(whole: Experimen
 @pytest.mark.parametrize(
     "place", ["step", "save", "published", "batch"], ids=lambda place: f"at_{place}"
 )
-def test_a_run_that_is_killed_goes_on_to_the_same_bits(
-    whole: Experiment, place: str
-) -> None:
+def test_a_killed_run_resumes_bit_equal(whole: Experiment, place: str) -> None:
     name = f"killed-{place}"
     call = {"step": 8, "save": 2, "published": 1, "batch": 3}[place]
     killed = fault(place, call=call, action="SIGKILL", to="command")
@@ -119,7 +117,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(
 
 @pytest.mark.acceptance("8d-1a:latent_edit")
 @pytest.mark.long
-def test_a_run_that_is_stopped_goes_on_to_the_same_bits(whole: Experiment) -> None:
+def test_a_stopped_run_resumes_bit_equal(whole: Experiment) -> None:
     whole.run("--stop-after-steps", "7", directory="stopped", expect=STOPPED_SAVED)
     whole.run(directory="stopped")
     assert_same_run(whole.at("undisturbed"), whole.at("stopped"))
@@ -127,7 +125,7 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_bits(whole: Experiment) -> No
 
 @pytest.mark.long
 @pytest.mark.capability("G-74")
-def test_states_that_are_made_in_each_step_give_the_bits_of_those_that_are_kept(
+def test_states_computed_in_each_step_are_bit_equal_to_cached_states(
     whole: Experiment,
 ) -> None:
     write(whole, {"features": "live"})
@@ -149,7 +147,7 @@ def test_states_that_are_made_in_each_step_give_the_bits_of_those_that_are_kept(
 @pytest.mark.acceptance("8d-11d:latent_edit")
 @pytest.mark.long
 @pytest.mark.capability("G-83", "G-86", "G-91", "G-X6")
-def test_a_collapse_is_told_and_training_goes_on(whole: Experiment) -> None:
+def test_a_collapse_is_reported_and_training_continues(whole: Experiment) -> None:
     monitors = [
         {"type": "collapse", "metric": "prediction_variance", "limit": 100},
         {"type": "divergence", "metric": "gaussian_kl", "limit": 1, "window": 1},
@@ -168,7 +166,9 @@ def test_a_collapse_is_told_and_training_goes_on(whole: Experiment) -> None:
 
 
 @pytest.mark.acceptance("8d-6a:latent_edit")
-def test_a_finished_run_is_evaluated_again_with_the_same_numbers(whole: Experiment) -> None:
+def test_a_second_evaluation_of_a_finished_run_gives_the_same_numbers(
+    whole: Experiment,
+) -> None:
     ended = whole.command("evaluate", str(whole.at("undisturbed")), "--json")
     ended.expect(0)
     loss, _, metrics = evaluations(whole.at("undisturbed"))[12, "test"]
@@ -206,7 +206,7 @@ def test_another_corpus_is_refused_and_nothing_is_overwritten(
 @pytest.mark.acceptance("input-G-18", "input-G-28", "input-G-49", "input-G-82")
 @pytest.mark.long
 @pytest.mark.capability("G-49", "G-100")
-def test_wrong_corpora_are_refused_before_anything_is_trained(
+def test_invalid_corpora_are_refused_before_training(
     experiment: Experiment,
 ) -> None:
     def refused(said: str, section: dict[str, Any] | None = None, **changes: Any) -> None:
@@ -274,7 +274,7 @@ def write_encoder(folder: Path) -> None:
 
 
 @pytest.mark.capability("G-X23")
-def test_preflight_says_what_the_directory_of_an_encoder_lacks(
+def test_preflight_reports_what_an_encoder_directory_lacks(
     experiment: Experiment,
 ) -> None:
     folder = experiment.path / "encoder"
@@ -310,7 +310,7 @@ def test_preflight_says_what_the_directory_of_an_encoder_lacks(
 
 
 @pytest.mark.long
-def test_what_was_prepared_beforehand_is_what_the_run_reads(experiment: Experiment) -> None:
+def test_a_run_reads_the_data_prepared_beforehand(experiment: Experiment) -> None:
     write(experiment)
     prepared = experiment.path / "runs/.prepared"
     command = ["prepare", "tiny.yaml", "--prepared-directory", str(prepared), "--json"]
@@ -332,7 +332,7 @@ SHARDED = ("--workers", "2", "--set", "spec.training.runtime.parallelism=fsdp2")
 
 @pytest.mark.long
 @pytest.mark.parametrize("features", ["cached", "live"])
-def test_a_predictor_that_is_cut_learns_what_a_whole_one_does(
+def test_a_sharded_predictor_learns_like_a_whole_one(
     make_experiment: Callable[[], Experiment], features: str
 ) -> None:
     experiment = make_experiment()
@@ -353,7 +353,7 @@ def test_a_predictor_that_is_cut_learns_what_a_whole_one_does(
 
 
 @pytest.mark.capability("G-3", "G-X15", "G-X16")
-def test_preflight_says_what_is_wrong_with_a_corpus(experiment: Experiment) -> None:
+def test_preflight_reports_problems_of_a_corpus(experiment: Experiment) -> None:
     write(experiment)
     corpus = experiment.path / "corpus"
 

@@ -39,7 +39,7 @@ def check(cluster: Cluster, edits: Experiment) -> None:
 @pytest.mark.acceptance("8d-1g:latent_edit", "8d-2e:latent_edit")
 @pytest.mark.capability("G-51")
 @pytest.mark.parametrize(("place", "rank"), [("slot", 0), ("update", 1)])
-def test_a_node_that_is_lost_costs_no_bit(
+def test_a_lost_node_changes_no_bit(
     make_elastic: MakeCluster, edits: Experiment, place: str, rank: int
 ) -> None:
     dies = fault("SIGKILL", place, rank=rank, step=6, to="node")
@@ -56,7 +56,7 @@ def test_a_node_that_is_lost_costs_no_bit(
 
 
 @pytest.mark.acceptance("8d-1h:latent_edit")
-def test_a_newcomer_in_the_middle_trains_the_same_bits(
+def test_a_node_that_joins_midway_trains_bit_equal(
     make_elastic: MakeCluster, edits: Experiment
 ) -> None:
     held = fault("hold", "slot", node=0, step=5, name="held")
@@ -72,7 +72,7 @@ def test_a_newcomer_in_the_middle_trains_the_same_bits(
 
 
 @pytest.mark.acceptance("8d-4j:latent_edit")
-def test_a_node_with_another_corpus_is_refused_and_the_run_goes_on(
+def test_a_node_with_another_corpus_is_refused_and_the_run_continues(
     make_elastic: MakeCluster, edits: Experiment
 ) -> None:
     held = fault("hold", "report", node=0, step=2, name="held")

@@ -75,7 +75,7 @@ def assert_equal(experiment: Experiment, directory: Path) -> None:
 
 
 @pytest.mark.capability("A-40", "C-37", "C-51", "T-X6")
-def test_a_run_of_adapters_learns_and_saves_them_alone(adapted: Experiment) -> None:
+def test_a_run_of_adapters_learns_and_saves_only_the_adapters(adapted: Experiment) -> None:
     directory = adapted.at("undisturbed")
     rows = curve(directory)
     assert rows[STEPS]["loss"] < rows[1]["loss"]
@@ -93,7 +93,7 @@ def test_a_run_of_adapters_learns_and_saves_them_alone(adapted: Experiment) -> N
 
 
 @pytest.mark.capability("A-40")
-def test_a_run_of_adapters_that_was_killed_goes_on_to_the_same_bits(
+def test_a_killed_run_of_adapters_resumes_bit_equal(
     adapted: Experiment,
 ) -> None:
     killed = run_fault("step", call=8, action="SIGKILL", to="command")
@@ -115,13 +115,13 @@ def test_the_commands_of_the_page_export_a_whole_model_and_the_adapters_alone(
 
 
 @pytest.mark.long
-def test_two_processes_have_the_bits_of_one(adapted: Experiment) -> None:
+def test_two_processes_are_bit_equal_to_one(adapted: Experiment) -> None:
     adapted.run("--workers", "2", directory="two")
     assert_equal(adapted, adapted.at("two"))
 
 
 @pytest.mark.long
-def test_a_loss_and_a_newcomer_leave_the_bits_as_they_are(
+def test_a_lost_node_and_a_joining_node_change_no_bit(
     adapted: Experiment, make_elastic: Callable[..., Cluster]
 ) -> None:
     kill = fault("SIGKILL", "update", node=1, step=4, to="node", name="kill")
@@ -138,7 +138,7 @@ def test_a_loss_and_a_newcomer_leave_the_bits_as_they_are(
 
 
 @pytest.mark.long
-def test_a_checkpoint_is_evaluated_by_its_average_or_by_its_weights(
+def test_a_checkpoint_can_be_evaluated_with_its_average_or_with_its_weights(
     adapted: Experiment,
 ) -> None:
     directory = adapted.at("undisturbed")
@@ -155,7 +155,7 @@ def test_a_checkpoint_is_evaluated_by_its_average_or_by_its_weights(
 
 
 @pytest.mark.long
-def test_rows_are_learned_by_adapters_too(experiment: Experiment) -> None:
+def test_rows_can_be_learned_by_adapters_too(experiment: Experiment) -> None:
     rows = [{"prompt": f"{one}+1=", "completion": str(one + 1)} for one in range(80)]
     (experiment.path / "rows.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows)
@@ -177,7 +177,7 @@ def test_rows_are_learned_by_adapters_too(experiment: Experiment) -> None:
 
 
 @pytest.mark.long
-def test_a_run_that_begins_with_all_of_a_run_of_adapters_ends_as_that_one(
+def test_a_run_that_loads_everything_of_an_adapter_run_ends_equal(
     adapted: Experiment,
 ) -> None:
     theirs = str(adapted.at("undisturbed"))
@@ -192,7 +192,7 @@ def test_a_run_that_begins_with_all_of_a_run_of_adapters_ends_as_that_one(
 
 
 @pytest.mark.long
-def test_pairs_are_learned_by_adapters_beside_their_base_as_the_reference(
+def test_adapters_learn_pairs_with_their_base_as_the_reference(
     experiment: Experiment,
 ) -> None:
     rows = [
@@ -226,7 +226,7 @@ def test_pairs_are_learned_by_adapters_beside_their_base_as_the_reference(
 
 
 @pytest.mark.long
-def test_a_sharded_run_of_adapters_is_the_run_of_one_process(
+def test_a_sharded_run_of_adapters_equals_a_run_of_one_process(
     experiment: Experiment,
 ) -> None:
     ema = {"decay": 0.9, "warmup": True}
@@ -251,7 +251,7 @@ def test_a_sharded_run_of_adapters_is_the_run_of_one_process(
 
 
 @pytest.mark.long
-def test_a_base_that_has_changed_is_refused(adapted: Experiment) -> None:
+def test_a_changed_base_is_refused(adapted: Experiment) -> None:
     from safetensors.torch import load_file, save_file
 
     killed = run_fault("step", call=8, action="SIGKILL", to="command")

@@ -17,7 +17,7 @@ from run_helpers import (
 
 
 @pytest.mark.capability("A-43", "C-32", "O-11")
-def test_a_killed_run_by_passes_goes_on_with_two_processes_to_the_same_bits(
+def test_a_killed_run_by_passes_continues_with_two_processes_bit_equal(
     make_experiment: Callable[[], Experiment],
 ) -> None:
     experiment = make_experiment()

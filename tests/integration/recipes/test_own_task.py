@@ -63,7 +63,7 @@ def make_own(own: Experiment, tmp_path: Path) -> Iterator[Callable[..., Cluster]
 
 
 @pytest.mark.capability("O-3", "O-5")
-def test_three_nodes_of_which_two_die_end_with_the_bits_of_an_undisturbed_run(
+def test_three_nodes_of_which_two_die_end_bit_equal_to_an_undisturbed_run(
     own: Experiment, make_own: Callable[..., Cluster]
 ) -> None:
     """One is killed within a step and replaced, another between two; the newcomer is given the average of the
@@ -81,7 +81,9 @@ def test_three_nodes_of_which_two_die_end_with_the_bits_of_an_undisturbed_run(
 
 
 @pytest.mark.capability("G-90", "T-6")
-def test_metrics_and_evaluators_of_the_task_are_in_the_runs_files(own: Experiment) -> None:
+def test_metrics_and_evaluators_of_the_task_are_in_the_files_of_the_run(
+    own: Experiment,
+) -> None:
     rows = curve(own.at("undisturbed"))
     assert all(0 <= row["metrics"]["accuracy"] <= 1 for row in rows.values())
     evaluations = read_lines(own.at("undisturbed") / "evaluation.jsonl")
@@ -91,7 +93,7 @@ def test_metrics_and_evaluators_of_the_task_are_in_the_runs_files(own: Experimen
     assert last["average"] != last["heldOut"]
 
 
-def test_two_versions_of_the_tasks_file_never_train_together(
+def test_two_versions_of_the_task_file_never_train_together(
     own: Experiment, make_own: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     cluster = make_own(expect=1, min_nodes=1, max_nodes=2)
@@ -114,7 +116,7 @@ def test_two_versions_of_the_tasks_file_never_train_together(
 
 @pytest.mark.acceptance("input-A-2")
 @pytest.mark.capability("A-65", "T-3")
-def test_wrong_options_and_a_missing_file_are_refused_as_any_field(
+def test_invalid_options_and_a_missing_file_are_refused_like_any_field(
     experiment: Experiment,
 ) -> None:
     write_own(experiment)
@@ -152,7 +154,7 @@ def test_wrong_options_and_a_missing_file_are_refused_as_any_field(
         ),
     ],
 )
-def test_an_error_of_the_tasks_code_is_named_by_file_and_line_and_no_traceback(
+def test_an_error_in_task_code_is_reported_by_file_and_line_without_a_traceback(
     experiment: Experiment, old: str, new: str, said: str
 ) -> None:
     write_own(experiment)
@@ -165,7 +167,7 @@ def test_an_error_of_the_tasks_code_is_named_by_file_and_line_and_no_traceback(
 
 @pytest.mark.acceptance("8d-16d")
 @pytest.mark.capability("A-64", "O-4")
-def test_a_task_that_the_manifest_carries_trains_as_the_one_beside_it(
+def test_a_task_carried_in_the_manifest_trains_like_the_one_next_to_it(
     own: Experiment, experiment: Experiment
 ) -> None:
     """As on a cluster, where ``evergrad submit`` puts the file into the run."""
@@ -176,7 +178,7 @@ def test_a_task_that_the_manifest_carries_trains_as_the_one_beside_it(
 
 
 @pytest.mark.capability("A-X1")
-def test_a_run_that_goes_on_with_another_version_of_its_task_says_so_by_name(
+def test_a_run_that_continues_with_another_version_of_its_task_reports_it_by_name(
     experiment: Experiment,
 ) -> None:
     write_own(experiment, stop={"afterStep": 4})
@@ -237,7 +239,7 @@ class Observed(Averaged):
 
 
 @pytest.mark.acceptance("8d-16c")
-def test_an_observer_of_the_task_outlives_rank_0_and_stops_the_run_for_all(
+def test_an_observer_of_the_task_survives_the_loss_of_rank_0_and_stops_the_run_for_all(
     own: Experiment, make_own: Callable[..., Cluster]
 ) -> None:
     """Rank 0 is killed, and comes again: the stop comes after the step that follows the ninth that anybody
@@ -306,7 +308,7 @@ class Near(Pretrain):
 '''
 
 
-def test_several_modules_are_cut_stopped_resumed_by_more_processes_and_exported(
+def test_several_modules_can_be_sharded_stopped_resumed_by_more_processes_and_exported(
     experiment: Experiment,
 ) -> None:
     def write(parallelism: str) -> None:
@@ -360,7 +362,7 @@ class Normed(Pretrain):
 
 
 @pytest.mark.parametrize("parallelism", ["dataParallel", "fsdp2"])
-def test_statistics_of_batches_are_refused_with_several_workers_before_the_first_step(
+def test_batch_statistics_are_refused_with_several_workers_before_the_first_step(
     experiment: Experiment, parallelism: str
 ) -> None:
     runtime = {"parallelism": parallelism, "device": "cpu", "precision": "fp32"}

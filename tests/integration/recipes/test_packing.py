@@ -37,7 +37,7 @@ def apart(make_experiment: Callable[[], Experiment]) -> Iterator[Experiment]:
     yield experiment
 
 
-def test_the_order_of_samples_is_that_of_windows_whose_documents_see_each_other(
+def test_separated_documents_have_the_sample_order_of_joined_windows(
     apart: Experiment,
 ) -> None:
     one, other = (curve(apart.at(name)) for name in ("apart", "joined"))
@@ -50,7 +50,7 @@ def test_the_order_of_samples_is_that_of_windows_whose_documents_see_each_other(
     assert min(missing) >= 0 and sum(missing) > len(missing)
 
 
-def test_two_processes_and_a_killed_run_end_with_the_bits_of_an_undisturbed_one(
+def test_two_processes_and_a_killed_run_end_bit_equal_to_an_undisturbed_run(
     apart: Experiment,
 ) -> None:
     kill = fault("step", call=8, action="SIGKILL", to="command")
@@ -63,7 +63,7 @@ def test_two_processes_and_a_killed_run_end_with_the_bits_of_an_undisturbed_one(
         assert_same_state(apart.at("apart"), apart.at(directory))
 
 
-def test_a_run_does_not_go_on_with_another_packing(apart: Experiment) -> None:
+def test_a_run_does_not_continue_with_another_packing(apart: Experiment) -> None:
     told = "--set", "spec.training.data.packing=concatenate"
     said = apart.run(*told, directory="apart", expect=USER_ERROR).err
     assert "spec.training.data.packing" in said

@@ -81,7 +81,7 @@ def assert_same_run(whole: Experiment, directory: Path) -> None:
 
 
 @pytest.mark.capability("A-80")
-def test_a_run_begins_at_its_reference_and_learns_to_prefer(whole: Experiment) -> None:
+def test_a_run_starts_at_its_reference_and_learns_to_prefer(whole: Experiment) -> None:
     rows = curve(whole.at("undisturbed"))
     first, last = rows[1], rows[STEPS]
     assert first["metrics"].keys() == last["metrics"].keys() == METRICS
@@ -104,7 +104,7 @@ def test_a_run_begins_at_its_reference_and_learns_to_prefer(whole: Experiment) -
 
 @pytest.mark.acceptance("8d-1b:preference")
 @pytest.mark.capability("A-80")
-def test_a_run_that_is_killed_and_resumed_ends_with_the_bits_of_an_undisturbed_one(
+def test_a_killed_and_resumed_run_ends_bit_equal_to_an_undisturbed_run(
     whole: Experiment,
 ) -> None:
     kill = fault_here("step", call=7, action="SIGKILL", to="command")
@@ -115,7 +115,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_bits_of_an_undisturbed_o
 
 @pytest.mark.acceptance("8d-17a:preference")
 @pytest.mark.parametrize("workers", ["4", pytest.param("3", marks=pytest.mark.long)])
-def test_workers_of_one_node_have_the_same_bits(whole: Experiment, workers: str) -> None:
+def test_workers_of_one_node_are_bit_equal(whole: Experiment, workers: str) -> None:
     """Six pairs a step are cut evenly over three workers, and not over four."""
     whole.run("--workers", workers, directory=f"workers-{workers}")
     assert_same_run(whole, whole.at(f"workers-{workers}"))
@@ -136,7 +136,7 @@ def test_micro_batches_of_several_pairs_have_the_same_losses(whole: Experiment) 
 @pytest.mark.parametrize(
     "number", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.long)]
 )
-def test_a_node_of_two_that_is_lost_costs_no_bit(
+def test_the_loss_of_one_of_two_nodes_changes_no_bit(
     make_elastic: MakeCluster, whole: Experiment, number: str
 ) -> None:
     dies = fault(number, "update", rank=1, step=6, to="node")
@@ -157,7 +157,7 @@ def test_a_node_of_two_that_is_lost_costs_no_bit(
 @pytest.mark.acceptance("8d-1h:preference")
 @pytest.mark.long
 @pytest.mark.capability("A-80")
-def test_a_newcomer_in_the_middle_gets_the_same_reference(
+def test_a_node_that_joins_midway_gets_the_same_reference(
     make_elastic: MakeCluster, whole: Experiment
 ) -> None:
     held = fault("hold", "slot", node=0, step=5, name="held")
@@ -175,7 +175,7 @@ def test_a_newcomer_in_the_middle_gets_the_same_reference(
 
 @pytest.mark.acceptance("8d-6a:preference")
 @pytest.mark.capability("A-80", "O-39")
-def test_evaluate_measures_what_the_run_itself_has_measured(whole: Experiment) -> None:
+def test_evaluate_gives_the_measurements_of_the_run_itself(whole: Experiment) -> None:
     run = whole.at("undisturbed")
     rows = json.loads(whole.command("evaluate", str(run), "--json").expect(DONE).out)[
         "results"
@@ -191,7 +191,7 @@ SHARDED = ("--workers", "2", "--set", "spec.training.runtime.parallelism=fsdp2")
 
 @pytest.mark.long
 @pytest.mark.parametrize("chunk", [20, None])
-def test_shards_train_beside_the_same_reference(
+def test_shards_train_with_the_same_reference(
     make_experiment: Callable[[], Experiment], chunk: int | None
 ) -> None:
     """``chunk``: logits in chunks are made with a head that is gathered with its model."""
@@ -211,7 +211,7 @@ def test_shards_train_beside_the_same_reference(
 
 
 @pytest.mark.long
-def test_a_reference_computes_in_the_types_of_a_model_that_is_cut(
+def test_the_reference_of_a_sharded_model_computes_in_the_dtypes_of_the_model(
     experiment: Experiment,
 ) -> None:
     """Its norms too: under autocast alone they are computed in fp32, and the first rewards are not 0."""
@@ -240,7 +240,7 @@ def test_a_reference_computes_in_the_types_of_a_model_that_is_cut(
         ),
     ],
 )
-def test_a_row_that_is_no_pair_is_refused_with_its_line(
+def test_a_row_that_is_not_a_pair_is_refused_with_its_line(
     experiment: Experiment, row: str, said: str
 ) -> None:
     write(experiment)
@@ -284,7 +284,7 @@ def test_a_run_from_given_weights_has_them_as_its_reference(base: Experiment) ->
         assert metrics(base.at(name)) == found[:2]
 
 
-def test_a_run_keeps_the_reference_that_it_began_with_while_that_run_trains_on(
+def test_a_run_keeps_its_first_reference_while_the_referenced_run_trains_on(
     experiment: Experiment,
 ) -> None:
     experiment.write(recipe(data={"sequenceLength": 16}), name="first")
@@ -326,7 +326,7 @@ def test_a_run_keeps_the_reference_that_it_began_with_while_that_run_trains_on(
     ],
     ids=["seed", "initial", "named"],
 )
-def test_a_run_that_goes_on_with_the_state_of_another_keeps_its_reference(
+def test_a_run_that_continues_the_state_of_another_keeps_its_reference(
     base: Experiment, first: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     """Whichever way the first run names it, and also over a run that itself goes on with another."""
@@ -351,7 +351,7 @@ def test_a_run_that_goes_on_with_the_state_of_another_keeps_its_reference(
 
 
 @pytest.mark.long
-def test_a_run_goes_on_with_a_checkpoint_that_was_copied_without_its_run(
+def test_a_run_continues_from_a_checkpoint_that_was_copied_without_its_run(
     base: Experiment,
 ) -> None:
     """It cannot be known what the reference was, so that it has to be named."""
@@ -377,7 +377,7 @@ def test_a_run_goes_on_with_a_checkpoint_that_was_copied_without_its_run(
 
 
 @pytest.mark.long
-def test_another_reference_is_the_one_that_the_file_names(base: Experiment) -> None:
+def test_the_manifest_can_name_another_reference(base: Experiment) -> None:
     found = []
     for reference in ("runs/other", "exported-other"):
         own = {**PAIRS["preference"], "reference": reference}
@@ -390,7 +390,7 @@ def test_another_reference_is_the_one_that_the_file_names(base: Experiment) -> N
 
 
 @pytest.mark.long
-def test_a_newcomer_reads_the_reference_that_the_file_names(
+def test_a_joining_node_reads_the_reference_that_the_manifest_names(
     make_elastic: MakeCluster, base: Experiment
 ) -> None:
     """Neither the weights that the run begins with nor those that a member has by now."""
@@ -411,7 +411,7 @@ def test_a_newcomer_reads_the_reference_that_the_file_names(
 
 
 @pytest.mark.long
-def test_a_run_does_not_go_on_beside_another_reference(base: Experiment) -> None:
+def test_a_run_does_not_continue_with_another_reference(base: Experiment) -> None:
     """Known by its content: the path is the same."""
     place = base.path / "reference"
     shutil.copytree(base.path / "exported-base", place)
@@ -476,7 +476,7 @@ def test_a_reference_that_computes_another_function_is_refused_by_its_key(
         ),
     ],
 )
-def test_what_cannot_be_trained_is_refused_before_anything_is_written(
+def test_untrainable_settings_are_refused_before_anything_is_written(
     experiment: Experiment, changes: dict[str, Any], said: str
 ) -> None:
     write(experiment, **changes)
@@ -499,7 +499,7 @@ def test_another_beta_is_another_recipe(experiment: Experiment) -> None:
     assert "spec.training.preference.beta: 0.7 here, but the run in" in err
 
 
-def test_a_task_of_ones_own_that_derives_from_the_recipe_reads_pairs(
+def test_a_user_task_derived_from_the_recipe_reads_pairs(
     experiment: Experiment,
 ) -> None:
     (experiment.path / "mine.py").write_text(
@@ -513,7 +513,7 @@ def test_a_task_of_ones_own_that_derives_from_the_recipe_reads_pairs(
 
 @pytest.mark.long
 @pytest.mark.capability("A-80")
-def test_the_file_that_was_converted_from_arctictraining_runs(base: Experiment) -> None:
+def test_the_manifest_converted_from_arctictraining_runs(base: Experiment) -> None:
     """With a model of bytes and two of its processes: all else is as the page has it."""
     page = (ROOT / "docs/reference/migrating/arctictraining.md").read_text("utf-8")
     (text,) = re.findall(r"^```yaml\n(apiVersion.*?)^```$", page, re.MULTILINE | re.DOTALL)
@@ -532,7 +532,7 @@ def test_the_file_that_was_converted_from_arctictraining_runs(base: Experiment) 
 
 
 @pytest.mark.capability("A-80")
-def test_the_example_makes_its_pairs_and_trains_on_them(experiment: Experiment) -> None:
+def test_the_example_generates_its_pairs_and_trains_on_them(experiment: Experiment) -> None:
     folder = ROOT / "examples" / "preference"
     script = str(folder / "make_pairs.py")
     subprocess.run([sys.executable, script, str(experiment.path)], check=True)

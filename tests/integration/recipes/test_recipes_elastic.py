@@ -30,7 +30,7 @@ def check(cluster: Cluster, whole: Experiment, **lost: bool) -> None:
 )
 @pytest.mark.acceptance("8d-1f:pretrain", "8d-1g:pretrain", "8d-1h:pretrain")
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_one_of_two_nodes_leaves_another_comes_and_the_one_that_stayed_is_killed(
+def test_a_drain_a_join_and_a_kill_of_the_remaining_node_change_no_bit(
     make_elastic: MakeCluster, whole_of: WholeOf, recipe: str
 ) -> None:
     whole = whole_of(recipe)
@@ -91,7 +91,7 @@ PLACES = {
         ("preference", "an evaluation"),
     ],
 )
-def test_one_of_two_nodes_is_killed_in_the_middle_of_something(
+def test_the_kill_of_one_of_two_nodes_at_any_point_changes_no_bit(
     make_elastic: MakeCluster, whole_of: WholeOf, recipe: str, place: str
 ) -> None:
     whole = whole_of(recipe)
@@ -107,7 +107,7 @@ def test_one_of_two_nodes_is_killed_in_the_middle_of_something(
     "8d-5f:sft", "8d-5f:two_stage_kl", "8d-5f:latent_edit", "8d-5f:preference"
 )
 @pytest.mark.parametrize("recipe", ["sft", "two_stage_kl", "latent_edit", "preference"])
-def test_when_both_nodes_are_asked_to_leave_they_save_together_and_the_run_goes_on_later(
+def test_two_draining_nodes_save_together_and_the_run_resumes_later(
     make_elastic: MakeCluster, whole_of: WholeOf, recipe: str
 ) -> None:
     whole = whole_of(recipe)
@@ -137,7 +137,7 @@ def test_when_both_nodes_are_asked_to_leave_they_save_together_and_the_run_goes_
     "8d-2g:pretrain", "8d-2g:sft", "8d-2g:latent_edit", "8d-2g:preference"
 )
 @pytest.mark.parametrize("recipe", ["pretrain", "sft", "latent_edit", "preference"])
-def test_when_all_nodes_are_killed_at_once_the_run_goes_on_from_its_newest_checkpoint(
+def test_if_all_nodes_are_killed_the_run_resumes_at_its_newest_checkpoint(
     make_elastic: MakeCluster, whole_of: WholeOf, recipe: str
 ) -> None:
     whole = whole_of(recipe)
@@ -165,7 +165,7 @@ OWN_SETTINGS = {
 @pytest.mark.long
 @pytest.mark.acceptance("8d-4j:sft", "8d-4j:two_stage_kl", "8d-4j:preference")
 @pytest.mark.parametrize(("recipe", "change"), OWN_SETTINGS.items())
-def test_a_node_with_other_settings_of_the_recipe_does_not_join_and_the_run_goes_on(
+def test_a_node_with_other_recipe_settings_does_not_join_and_the_run_continues(
     make_elastic: MakeCluster, whole_of: WholeOf, recipe: str, change: str
 ) -> None:
     whole = whole_of(recipe)

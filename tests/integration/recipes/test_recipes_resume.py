@@ -40,7 +40,7 @@ EVERY_BATCH = constant("evergrad_trainer.training.evaluation._ROUNDS_BETWEEN_EXC
 )
 @pytest.mark.capability("G-31")
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_run_that_is_stopped_and_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_one(
+def test_a_run_stopped_and_killed_repeatedly_ends_bit_equal_to_an_undisturbed_run(
     whole_of: WholeOf, recipe: str
 ) -> None:
     whole = whole_of(recipe)
@@ -92,7 +92,7 @@ def write_slots(experiment: Experiment, recipe: str, slots: int) -> None:
 @pytest.mark.acceptance("8d-6c:sft", "8d-6c:latent_edit", "8d-6c:preference")
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("recipe", ["sft", "two_stage_kl", "latent_edit", "preference"])
-def test_a_run_of_one_or_three_micro_batches_a_step_that_stops_before_its_last_step_trains_it(
+def test_a_run_of_one_or_three_micro_batches_that_stops_before_its_last_step_trains_it(
     experiment: Experiment, recipe: str, slots: int
 ) -> None:
     write_slots(experiment, recipe, slots)
@@ -106,7 +106,7 @@ def test_a_run_of_one_or_three_micro_batches_a_step_that_stops_before_its_last_s
 
 @pytest.mark.acceptance("8d-17a:sft", "8d-17a:latent_edit")
 @pytest.mark.parametrize("recipe", ["sft", "latent_edit"])
-def test_two_workers_of_a_node_have_the_bits_of_one(whole_of: WholeOf, recipe: str) -> None:
+def test_two_workers_of_a_node_are_bit_equal_to_one(whole_of: WholeOf, recipe: str) -> None:
     whole = whole_of(recipe)
     whole.run("--workers", "2", directory="two-workers")
     assert_same_run(whole.at("undisturbed"), whole.at("two-workers"))
@@ -122,7 +122,7 @@ OTHER_DATA = {
 @pytest.mark.acceptance("8d-4b:sft", "8d-4b:two_stage_kl", "8d-4b:preference")
 @pytest.mark.acceptance("8d-4b:latent_edit")
 @pytest.mark.parametrize("recipe", [*OTHER_DATA, "latent_edit"])
-def test_a_run_does_not_go_on_with_other_data_and_nothing_is_overwritten(
+def test_a_run_does_not_continue_with_other_data_and_nothing_is_overwritten(
     experiment: Experiment, recipe: str
 ) -> None:
     write_recipe(experiment, recipe)
@@ -169,7 +169,7 @@ OTHER_RECIPES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.acceptance("8d-4i:sft", "8d-4i:latent_edit", "8d-4i:preference")
 @pytest.mark.parametrize("recipe", OTHER_RECIPES)
-def test_a_run_does_not_go_on_as_another_recipe_and_nothing_is_overwritten(
+def test_a_run_does_not_continue_as_another_recipe_and_nothing_is_overwritten(
     experiment: Experiment, recipe: str
 ) -> None:
     write_recipe(experiment, recipe)

@@ -51,7 +51,7 @@ def evaluations(directory: Path) -> dict[tuple[int, str], Any]:
 
 @pytest.mark.acceptance("8d-13c:sft")
 @pytest.mark.capability("C-3", "C-35", "C-36", "C-47")
-def test_each_set_is_evaluated_by_its_loss_and_by_what_is_generated(
+def test_each_set_is_evaluated_by_its_loss_and_by_its_generated_text(
     tuned: Experiment,
 ) -> None:
     found = evaluations(tuned.at("undisturbed"))
@@ -66,7 +66,7 @@ def test_each_set_is_evaluated_by_its_loss_and_by_what_is_generated(
 
 @pytest.mark.acceptance("8d-1b:sft")
 @pytest.mark.capability("C-3")
-def test_a_run_that_is_killed_and_resumed_ends_with_the_bits_of_an_undisturbed_one(
+def test_a_killed_and_resumed_run_ends_bit_equal_to_an_undisturbed_run(
     tuned: Experiment,
 ) -> None:
     tuned.run(
@@ -82,7 +82,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_bits_of_an_undisturbed_o
 
 @pytest.mark.acceptance("8d-13d:sft")
 @pytest.mark.acceptance("8d-3b:sft")
-def test_generation_ends_where_a_peer_dies_and_is_made_again(
+def test_generation_ends_if_a_peer_dies_and_is_repeated(
     tuned: Experiment, tmp_path: Path
 ) -> None:
     cluster = Cluster(tuned, tmp_path)
@@ -140,7 +140,7 @@ def test_a_row_that_cannot_be_learned_is_refused_with_its_line(
     assert checkpoints(experiment.at()) == []
 
 
-def test_rows_that_are_cut_and_left_out_are_named_at_every_start(
+def test_truncated_and_omitted_rows_are_reported_at_every_start(
     experiment: Experiment,
 ) -> None:
     write_sft(
@@ -163,7 +163,7 @@ def test_rows_that_are_cut_and_left_out_are_named_at_every_start(
 
 
 @pytest.mark.capability("C-3")
-def test_the_example_makes_its_rows_and_trains_on_them(experiment: Experiment) -> None:
+def test_the_example_generates_its_rows_and_trains_on_them(experiment: Experiment) -> None:
     folder = ROOT / "examples" / "sft"
     path = experiment.path / "rows.jsonl"
     subprocess.run([sys.executable, str(folder / "make_rows.py"), str(path)], check=True)
@@ -188,7 +188,7 @@ def test_the_example_makes_its_rows_and_trains_on_them(experiment: Experiment) -
 
 
 @pytest.mark.capability("C-37")
-def test_a_tokenizers_own_chat_template_is_used(experiment: Experiment) -> None:
+def test_the_chat_template_of_the_tokenizer_is_used(experiment: Experiment) -> None:
     """A tokenizer that is trained on the rows' own text, as a directory that transformers writes."""
     write_sft(experiment)
     specials = ["<unk>", "<end>", "<user>", "<assistant>"]
@@ -228,7 +228,7 @@ def test_a_tokenizers_own_chat_template_is_used(experiment: Experiment) -> None:
     assert "spec.training.rows.chatTemplate: missing, and the first line of" in said
 
 
-def test_a_task_of_ones_own_that_derives_from_the_recipe_reads_rows(
+def test_a_user_task_derived_from_the_recipe_reads_rows(
     experiment: Experiment,
 ) -> None:
     (experiment.path / "mine.py").write_text(
@@ -241,7 +241,7 @@ def test_a_task_of_ones_own_that_derives_from_the_recipe_reads_rows(
 
 @pytest.mark.acceptance("8d-6a:sft")
 @pytest.mark.capability("C-36", "O-39")
-def test_evaluate_generates_what_the_run_itself_has_generated(tuned: Experiment) -> None:
+def test_evaluate_generates_the_same_text_as_the_run_itself(tuned: Experiment) -> None:
     run = tuned.at("undisturbed")
     ended = tuned.command("evaluate", str(run), "--json")
     rows = json.loads(ended.expect(DONE).out)["results"]
@@ -253,7 +253,7 @@ def test_evaluate_generates_what_the_run_itself_has_generated(tuned: Experiment)
     assert len(rows) == 2
 
 
-def test_an_export_has_the_template_of_the_file(tuned: Experiment) -> None:
+def test_an_export_has_the_template_of_the_manifest(tuned: Experiment) -> None:
     exported = tuned.path / "exported"
     run = str(tuned.at("undisturbed"))
     tuned.command("checkpoint", "export", run, "--output", str(exported)).expect(DONE)

@@ -114,7 +114,7 @@ def write_curve(experiment: Experiment, text: str = TASK, **changes: Any) -> Non
     (experiment.path / "curve.py").write_text(text, "utf-8")
 
 
-def test_it_is_killed_and_resumed_with_the_bits_of_an_undisturbed_run(
+def test_a_task_without_text_is_killed_and_resumed_bit_equal_to_an_undisturbed_run(
     experiment: Experiment,
 ) -> None:
     write_curve(experiment)
@@ -168,7 +168,7 @@ def test_it_is_killed_and_resumed_with_the_bits_of_an_undisturbed_run(
         ),
     ],
 )
-def test_errors_of_its_preparation_and_sources_are_named(
+def test_errors_of_its_preparation_and_sources_are_reported(
     experiment: Experiment, old: str, new: str, said: str
 ) -> None:
     assert old in TASK
@@ -186,7 +186,7 @@ def change(text: str, *pairs: tuple[str, str]) -> str:
 
 @pytest.mark.acceptance("input-G-29")
 @pytest.mark.capability("G-29")
-def test_a_module_that_cannot_be_moved_is_named_where_the_run_ends(
+def test_a_module_that_cannot_be_moved_is_reported_at_the_end_of_the_run(
     experiment: Experiment,
 ) -> None:
     stuck = """
@@ -224,7 +224,7 @@ FIRST_OF_LOSS = 'hidden = torch.tanh(modules.trained["body"]'
 
 @pytest.mark.acceptance("input-T-50")
 @pytest.mark.capability("T-50")
-def test_samples_are_read_ahead_in_a_thread_and_an_error_there_ends_the_run(
+def test_samples_are_read_ahead_in_a_thread_and_an_error_in_it_ends_the_run(
     experiment: Experiment,
 ) -> None:
     noted = (READ, NOTED.lstrip("\n ") + READ)
@@ -258,7 +258,9 @@ TIMEOUTS = """
 
 
 @pytest.mark.capability("C-54")
-def test_exchanges_of_a_run_wait_as_long_as_the_file_says(experiment: Experiment) -> None:
+def test_exchanges_of_a_run_have_the_timeout_of_the_manifest(
+    experiment: Experiment,
+) -> None:
     after = "def after_update(self, modules, metrics):"
     text = change(TASK, (f"{after}\n        pass", after + TIMEOUTS))
     runtime = {"device": "cpu", "precision": "fp32", "collectiveTimeoutSeconds": 7200}

@@ -96,7 +96,7 @@ def evaluations(directory: Path) -> dict[Any, Any]:
 @pytest.mark.capability(
     "T-22", "T-28", "T-37", "T-60", "T-61", "T-64", "T-65", "T-66", "T-68", "T-69"
 )
-def test_the_second_stage_begins_at_its_token_with_the_model_as_reference(
+def test_the_second_stage_starts_at_its_token_with_the_model_as_reference(
     whole: Experiment,
 ) -> None:
     directory = whole.at("undisturbed")
@@ -132,7 +132,7 @@ def test_the_second_stage_begins_at_its_token_with_the_model_as_reference(
 
 
 @pytest.mark.acceptance("8d-10b:two_stage_kl", "8d-10f:two_stage_kl")
-def test_an_evaluation_is_of_the_model_alone_and_says_how_far_it_is_from_the_reference(
+def test_an_evaluation_measures_the_model_alone_and_its_distance_from_the_reference(
     whole: Experiment,
 ) -> None:
     found = evaluations(whole.at("undisturbed"))
@@ -150,7 +150,7 @@ def test_an_evaluation_is_of_the_model_alone_and_says_how_far_it_is_from_the_ref
 
 @pytest.mark.acceptance("8d-6a:two_stage_kl")
 @pytest.mark.capability("O-39")
-def test_evaluate_measures_beside_the_reference_of_the_run(whole: Experiment) -> None:
+def test_evaluate_uses_the_reference_of_the_run(whole: Experiment) -> None:
     """Its own evaluation again, with the reference from the checkpoint of the boundary; before it without."""
     directory = whole.at("undisturbed")
     own = evaluations(directory)
@@ -169,7 +169,7 @@ def test_evaluate_measures_beside_the_reference_of_the_run(whole: Experiment) ->
 
 @pytest.mark.acceptance("8d-9c:two_stage_kl")
 @pytest.mark.capability("T-67")
-def test_one_schedule_goes_over_both_stages(whole: Experiment) -> None:
+def test_one_schedule_covers_both_stages(whole: Experiment) -> None:
     """Stable through the boundary, and a decay at the end of the second stage alone."""
     rates = [
         row["learning_rate"] for _, row in sorted(curve(whole.at("undisturbed")).items())
@@ -223,7 +223,7 @@ SHOWN = (
     "where",
     [pytest.param(one, marks=() if one in SHOWN else pytest.mark.long) for one in KILLS],
 )
-def test_a_run_that_is_killed_around_the_boundary_goes_on_to_the_same_bits(
+def test_a_run_killed_around_the_boundary_resumes_bit_equal(
     whole: Experiment, where: str
 ) -> None:
     whole.run(directory=where, faults=[KILLS[where]], expect=-9)
@@ -243,9 +243,7 @@ def test_a_run_that_is_killed_around_the_boundary_goes_on_to_the_same_bits(
         pytest.param(STEPS - 1, marks=pytest.mark.long),
     ],
 )
-def test_a_run_that_stops_and_goes_on_has_the_same_bits(
-    whole: Experiment, step: int
-) -> None:
+def test_a_stopped_and_resumed_run_is_bit_equal(whole: Experiment, step: int) -> None:
     name = f"stopped-{step}"
     whole.run("--stop-after-steps", str(step), directory=name, expect=STOPPED_SAVED)
     whole.run(directory=name)
@@ -254,13 +252,15 @@ def test_a_run_that_stops_and_goes_on_has_the_same_bits(
 
 @pytest.mark.acceptance("8d-17a:two_stage_kl")
 @pytest.mark.parametrize("workers", [pytest.param("2", marks=pytest.mark.long), "3"])
-def test_workers_of_one_node_have_the_same_bits(whole: Experiment, workers: str) -> None:
+def test_workers_of_one_node_are_bit_equal(whole: Experiment, workers: str) -> None:
     whole.run("--workers", workers, directory=f"workers-{workers}")
     assert_same_run(whole, f"workers-{workers}")
 
 
 @pytest.mark.acceptance("input-5e-5")
-def test_without_the_boundarys_checkpoint_a_resume_is_refused(whole: Experiment) -> None:
+def test_without_the_checkpoint_of_the_boundary_a_resume_is_refused(
+    whole: Experiment,
+) -> None:
     stopped = whole.at("no-boundary")
     whole.run("--stop-after-steps", "8", directory="no-boundary", expect=STOPPED_SAVED)
     shutil.rmtree(stopped / "checkpoints" / f"step-{BOUNDARY}")
@@ -272,7 +272,7 @@ def test_without_the_boundarys_checkpoint_a_resume_is_refused(whole: Experiment)
 
 
 @pytest.mark.acceptance("input-5e-5")
-def test_another_checkpoint_in_the_boundarys_place_is_refused(
+def test_another_checkpoint_in_place_of_the_boundary_checkpoint_is_refused(
     make_experiment: Callable[[], Experiment],
 ) -> None:
     """It is whole and of this run and step; only its weights are others, and only the hash can tell."""
@@ -311,7 +311,7 @@ def test_another_checkpoint_in_the_boundarys_place_is_refused(
         ),
     ],
 )
-def test_what_cannot_be_trained_is_refused_before_anything_is_written(
+def test_untrainable_settings_are_refused_before_anything_is_written(
     make_experiment: Callable[[], Experiment], changes: dict[str, Any], said: str
 ) -> None:
     experiment = make_experiment()
@@ -345,7 +345,7 @@ def test_another_beta_or_mixture_is_another_recipe(
 SHARDED = "spec.training.runtime.parallelism=fsdp2"
 
 
-def test_shards_train_beside_the_same_reference(
+def test_shards_train_with_the_same_reference(
     make_experiment: Callable[[], Experiment],
 ) -> None:
     experiment = make_experiment()
@@ -371,7 +371,7 @@ def test_shards_train_beside_the_same_reference(
     )
 
 
-def test_a_reference_computes_in_the_types_of_a_model_that_is_cut(
+def test_the_reference_of_a_sharded_model_computes_in_the_dtypes_of_the_model(
     make_experiment: Callable[[], Experiment],
 ) -> None:
     """Otherwise the first penalty would not be 0."""

@@ -77,7 +77,7 @@ FURTHER = [
     ("place", "rank", "step"),
     [*PLACES, *(pytest.param(*one, marks=pytest.mark.long) for one in FURTHER)],
 )
-def test_a_node_that_is_lost_around_the_boundary_costs_no_bit(
+def test_a_node_lost_around_the_boundary_changes_no_bit(
     make_elastic: MakeCluster,
     two_stages: Experiment,
     place: str,
@@ -99,7 +99,7 @@ def test_a_node_that_is_lost_around_the_boundary_costs_no_bit(
 
 @pytest.mark.acceptance("8d-10g:two_stage_kl")
 @pytest.mark.acceptance("8d-1h:two_stage_kl")
-def test_a_newcomer_in_the_second_stage_gets_the_same_reference(
+def test_a_node_that_joins_in_the_second_stage_gets_the_same_reference(
     make_elastic: MakeCluster, two_stages: Experiment
 ) -> None:
     held = fault("hold", "slot", node=0, step=BOUNDARY + 3, name="held")
@@ -119,7 +119,7 @@ def test_a_newcomer_in_the_second_stage_gets_the_same_reference(
 
 
 @pytest.mark.acceptance("8d-2g:two_stage_kl")
-def test_nodes_that_are_all_lost_in_the_second_stage_read_the_boundarys_checkpoint(
+def test_if_all_nodes_are_lost_in_the_second_stage_the_boundary_checkpoint_is_read(
     make_elastic: MakeCluster, two_stages: Experiment
 ) -> None:
     held = fault("hold", "slot", node=0, step=BOUNDARY + 4, name="held")
