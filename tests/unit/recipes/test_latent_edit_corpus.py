@@ -1,4 +1,4 @@
-"""What a corpus says of itself is compared with what is there, and everything that differs is named."""
+"""The description of a corpus is compared with its files, and every difference is reported."""
 
 import json
 from collections.abc import Callable

@@ -84,7 +84,7 @@ def test_positions_count_from_1_and_windows_from_0_half_open() -> None:
         ([edit(1, "CGT", "C")], "ACACGTNN", [1]),
         ([edit(6, "G", "GAA")], "GTACGAAT", [4]),
         ([edit(5, "CGT", "C")], "NNACGTAC", [7]),
-        # Both at once, by the positions before either.
+        # Both at the same time, with positions before either edit.
         ([edit(6, "G", "A"), edit(1, "C", "CA")], "ACAGTACA", [7, 1]),
         ([edit(1, "CG", "C"), edit(5, "C", "CA")], "CTACAGTN", [0, 3]),
     ],

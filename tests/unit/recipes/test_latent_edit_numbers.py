@@ -1,4 +1,4 @@
-"""The loss of predicted states and the numbers that tell a collapse, against hand-made cases."""
+"""The loss of predicted states, and the metrics that show a collapse, compared with manual calculations."""
 
 import math
 import resource
@@ -94,7 +94,7 @@ def test_the_regulariser_matches_that_of_two_gaussians(
     values = torch.tensor(states)
     mask = torch.ones(len(values), dtype=torch.bool)
     assert gaussian_kl(values, mask).item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
-    # A row that counts nothing changes nothing, whichever product is the smaller one.
+    # A row with weight 0 changes nothing, whichever product is smaller.
     padded = torch.cat([values, torch.full((3, values.shape[1]), 5.0)])
     mask = torch.arange(len(padded)) < len(values)
     assert gaussian_kl(padded, mask).item() == pytest.approx(expected, rel=1e-9, abs=1e-9)

@@ -1,5 +1,5 @@
-"""The task of edits on a tiny corpus: states that are kept equal those that are made anew, a predictor that
-begins at the trivial baseline, and what is measured."""
+"""The task of edits on a tiny corpus: stored states equal newly computed states, a predictor begins at the
+trivial baseline, and its metrics."""
 
 import errno
 import fcntl
@@ -138,7 +138,7 @@ def test_leftovers_of_killed_preparations_are_removed_by_the_next_one(
 
     if not has_locks:
         monkeypatch.setattr(fcntl, "flock", refuse)
-    # Whatever it is of: nobody goes on with it.
+    # It may belong to any data: no process continues it.
     other = Opened(corpus, mixture=[{"family": "population", "count": 2}])
     assert left.exists() == (states / ".states-0123.tmp").exists() == (not has_locks)
     names = {path.name for path in below.iterdir()}
@@ -203,7 +203,7 @@ def test_another_transformers_version_does_not_change_the_encoder_of_a_run_that_
 
     monkeypatch.setattr(ModelPlan, "describe", describe)
     assert (identity() == began) == ("hidden_act" not in later)
-    # A run of the later version makes states of its own.
+    # A run of the later version computes its own states.
     assert identity(of_run=False) != began
 
 
@@ -212,7 +212,7 @@ def test_another_transformers_version_does_not_change_the_encoder_of_a_run_that_
     [
         ("99.0", {}, True),
         ("99.0", {"later": 4}, False),
-        # A third version need not know the key, and may have others.
+        # A third version may lack the key, and may have others.
         ("99.1", {"later": ..., "latest": 1}, True),
         ("99.1", {"later": 4}, False),
         # The first version had that key, the second has it not, and the third has another value.
@@ -226,7 +226,7 @@ def test_a_run_keeps_its_states_only_while_each_start_has_the_previous_encoder(
     edit: dict[str, Any],
     is_kept: bool,
 ) -> None:
-    """A key that only a later version knows is compared with the latest start, which knew it, too."""
+    """A key that only a later version has is compared with the newest start that had it."""
     settings = Training.model_validate(training())
     run = RunDirectory(corpus / "run")
     run.create()
@@ -464,7 +464,7 @@ def test_damaged_prepared_data_is_reported(corpus: Path) -> None:
 def test_a_changed_bit_in_prepared_data_is_detected_at_the_next_start(
     corpus: Path, name: str
 ) -> None:
-    """By content: nodes are compared by what the folder says of itself, and train what it holds."""
+    """By content: nodes compare the description of the folder, and train on its content."""
     opened = Opened(corpus)
     path = next((corpus / "prepared" / opened.facts["folder"]).glob(name))
     content = bytearray(path.read_bytes())
@@ -550,7 +550,8 @@ def test_a_kill_while_states_are_computed_loses_only_the_newest_states(
 def test_nodes_with_other_encoder_weights_are_not_peers_with_cached_or_live_states(
     corpus: Path,
 ) -> None:
-    """What nodes are compared by depends on the states, or on what makes them in each step."""
+    """The values that nodes compare depend on the states, or on the encoder that computes them in each
+    step."""
     found = {
         Opened(
             corpus, features=features, encoder={"radius": 3, "layer": layer}

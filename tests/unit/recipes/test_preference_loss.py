@@ -34,8 +34,8 @@ ROWS = [
 
 
 class Bytes(nn.Module):
-    """Gives the byte behind a byte a probability of three quarters, and all 256 others the rest; with
-    ``slope`` 0 all the same."""
+    """Gives the byte after a byte a probability of three quarters, and the 256 others the rest; with
+    ``slope`` 0, all are equal."""
 
     def __init__(self, slope: float = 1.0) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def test_only_tokens_of_the_completions_count(tmp_path: Path) -> None:
     modules = Modules(trained={"model": model}, frozen={"reference": Bytes(0.0)})
     rows = source.read([0])
     found = task.loss(modules, rows.tensors, stage)
-    # Chosen: c behind b, then the end behind c. Rejected: b behind b, then the end behind b.
+    # Chosen: c after b, then the end after c. Rejected: b after b, then the end after b.
     right, wrong = math.log(3 / 4), math.log(1 / 1024)
     assert float(found.parts["chosen_log_probability"]) == pytest.approx(right + wrong)
     assert float(found.parts["rejected_log_probability"]) == pytest.approx(2 * wrong)
@@ -204,7 +204,7 @@ def test_padding_of_an_evaluation_batch_adds_nothing(tmp_path: Path) -> None:
 def test_only_the_policy_model_gets_gradients_and_they_match_the_loss(
     tmp_path: Path,
 ) -> None:
-    """By differences: what a step along the gradient changes."""
+    """By finite differences: the change after a step along the gradient."""
     modules = small_models()
     task, source, stage = open_task(tmp_path, training(preference={"beta": 0.5}))
     tensors = source.read([0, 1, 2]).tensors
@@ -352,7 +352,7 @@ def test_a_chunked_loss_equals_the_unchunked_loss(
 def test_the_reference_has_the_step_at_which_the_run_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not of the newest one in that directory, beside which there would be rewards from the first step on."""
+    """Not of the newest checkpoint in that directory, with which the rewards would not start at 0."""
     asked: list[tuple[Path, int | None]] = []
 
     def load(path: Path, state: Any, *, step: int | None) -> SimpleNamespace:
@@ -365,7 +365,7 @@ def test_the_reference_has_the_step_at_which_the_run_starts(
     for changes in (begun, {**begun, "preference": {"reference": "theirs"}}):
         task, _, _ = open_task(tmp_path, training(**changes))
         task.build(Bytes)
-    # The reference that is named is no part of what the run begins with.
+    # The named reference is not a part of the state that the run begins with.
     assert asked == [(tmp_path / "theirs", 3), (tmp_path / "theirs", None)]
 
 
@@ -373,7 +373,7 @@ def test_a_pair_counts_two_rows_of_the_token_horizon_and_of_the_memory() -> None
     pairs = training(horizon={"tokens": 480})
     rows = training(recipe="sft")
     assert (pairs.sample_tokens, rows.sample_tokens) == (24, 12)
-    # In the mean of a step a pair counts once, and each token of a row does.
+    # In the mean of a step, each pair counts once, but each token of a row counts.
     assert (pairs.sample_weight, rows.sample_weight) == (1, 12)
     # Steps of two pairs.
     assert derive_steps(pairs, num_samples=100).total_steps == 10

@@ -22,7 +22,7 @@ BEGUN = BegunFrom("theirs", "step-4", 4, "hash", "weights")
 
 
 class Runs:
-    """Runs in the folders of ``path``, of which ``theirs`` has its newest checkpoint behind step 6."""
+    """Runs in the folders of ``path``; the newest checkpoint of ``theirs`` is after step 6."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = path
@@ -61,7 +61,7 @@ class Runs:
         return directory
 
     def build(self, name: str = "ours", **init_from: Any) -> int | None:
-        """Build the modules of the run ``name``; the step that it has to begin behind."""
+        """Build the modules of the run ``name``; return the step after which it must begin."""
         training = from_wire(self.manifest(**init_from)).training
         task, _ = load_task(training, self.path, run_directory=self.path / name)
         modules = cast(Preference, task).build(lambda: nn.Linear(1, 1))

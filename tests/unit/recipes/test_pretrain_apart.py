@@ -1,4 +1,4 @@
-"""Pretraining on documents that are kept apart: the loss is that of each document by itself."""
+"""Pretraining on separated documents: the loss equals the loss of each document alone."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def training(**data: Any) -> Training:
 
 
 def pieces() -> list[list[int]]:
-    """Documents with their ends, cut where a window of LENGTH tokens (and the one behind it) ends."""
+    """Return documents with their ends, cut where a window of LENGTH tokens (and its next token) ends."""
     tokens = [one for text in TEXTS for one in (*text.encode(), 256)]
     found: list[list[int]] = []
     for begin in range(0, len(tokens) - 1, LENGTH):

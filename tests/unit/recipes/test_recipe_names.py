@@ -1,4 +1,4 @@
-"""Names of recipes: each is a task of its own, with the sections that the file may have beside it."""
+"""Names of recipes: each is a separate task, with the sections that a file may contain for it."""
 
 import re
 from pathlib import Path
@@ -21,8 +21,8 @@ def test_each_recipe_name_of_a_manifest_has_its_own_task() -> None:
 
 
 def test_no_recipe_name_is_used_outside_the_recipes_folder() -> None:
-    """Neither in the loop, the step, the worker or the checkpoint, nor anywhere else in the trainer: not as an
-    import, a text, a field of the file or a word of a comment."""
+    """They occur neither in the loop, the step, the worker or the checkpoint, nor elsewhere in the trainer:
+    not as an import, a text, a field of the file or a word of a comment."""
     name = re.compile(rf"\b({'|'.join((*NAMES, *SECTIONS))})\b")
     modules = [
         one for one in PACKAGE.rglob("*.py") if PACKAGE / "recipes" not in one.parents

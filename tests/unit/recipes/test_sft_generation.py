@@ -1,4 +1,4 @@
-"""What is generated, and what it is compared with."""
+"""Generated completions, and the texts with which they are compared."""
 
 import math
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from evergrad_trainer.task import Modules
 
 
 class Says(nn.Module):
-    """Goes on with the given text behind the last ``=``, and ends the document behind it."""
+    """Continues with the given text after the last ``=``, and then ends the document."""
 
     def __init__(self, text: str, most: int = 64) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def measure(
 def test_other_generation_settings_change_the_fingerprint(
     changed: dict[str, Any],
 ) -> None:
-    """An evaluation that was cut, or a result of one, is not gone on with under other settings."""
+    """An interrupted evaluation, or its result, is not continued with other settings."""
     reader: Any = SimpleNamespace(source=SimpleNamespace(fingerprint="rows"))
 
     def fingerprint(**settings: Any) -> str:
@@ -145,7 +145,7 @@ def test_the_loss_of_completions_is_chunked_if_the_training_loss_is(
         expected = functional.cross_entropy(
             logits.flatten(0, 1), rows["labels"].flatten(), reduction="sum"
         )
-    # The first call is that of the loss, which gets hidden states in the place of all logits.
+    # The first call computes the loss, which gets hidden states instead of all logits.
     assert widths[0] == (257 if chunk is None else 16) and widths[-1] == 257
     assert float(found) == pytest.approx(float(expected), rel=1e-5)
 
@@ -154,7 +154,7 @@ def test_a_completion_ends_at_the_first_stop_text() -> None:
     made = completions(stop=["[/P]", "|"], maxNewTokens=8)
     model = Says("7[/P]8|9")
     assert measure(model, made, ("1=", "7[/P]"))["exact"] == 1
-    # 7, the four characters behind it, and the forward pass of the row's own loss.
+    # 7, the four characters after it, and the forward pass of the row's own loss.
     assert model.calls == 6
     assert made.text([*b"7|[/P]"]) == "7"
 
@@ -199,7 +199,7 @@ def test_ranks_that_gather_weights_together_call_the_model_equally_many_times() 
         model = Says(text)
         measure(model, completions(maxNewTokens=6, is_sharded=True), ("1=", "a"))
         assert model.calls == 7
-    # A batch without a row of its own, too.
+    # This includes a batch without a row.
     model = Says("a")
     measure(model, completions(maxNewTokens=6, is_sharded=True), ("", ""))
     assert model.calls == 7

@@ -30,7 +30,7 @@ LENGTH = 12
 
 
 class Bigrams(nn.Module):
-    """Gives the byte behind a byte a probability of three quarters, and all 256 others the rest."""
+    """Gives the byte after a byte a probability of three quarters, and the 256 others the rest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def open_task(folder: Path, settings: Training) -> tuple[Task, Any]:
 
 
 def sums(task: Task, opened: Any, model: nn.Module) -> tuple[float, int, int]:
-    """The sum of the losses of all samples, what they weigh, and how many they are."""
+    """Return the sum of the losses of all samples, their weight, and their number."""
     source, stage = opened
     total, weight = 0.0, 0
     for item in range(len(source)):
@@ -92,8 +92,8 @@ def test_the_loss_of_completions_matches_the_manual_calculation(
 ) -> None:
     task, opened = open_task(tmp_path, training())
     total, weight, _ = sums(task, opened, Bigrams())
-    # Labels (with what stands before them) and ends: "c" behind b, then E; a behind nothing is no label, b, c
-    # behind their neighbours, E; b behind c, b behind b, E; a behind a, E; a behind c, b behind a, E.
+    # Labels (with the preceding token) and ends: c after b, then E; a without a predecessor is not a label, b
+    # and c after their predecessors, E; b after c, b after b, E; a after a, E; a after c, b after a, E.
     right = ["bc", "ab", "bc", "ab"]
     wrong = ["cE", "cE", "cb", "bb", "bE", "aa", "aE", "ca", "bE"]
     assert weight == len(right) + len(wrong) == 13

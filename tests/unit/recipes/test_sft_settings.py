@@ -1,4 +1,4 @@
-"""What a task that reads rows has to find in its file."""
+"""The settings that a task that reads rows requires in its file."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ SOURCES = [{"name": "rows", "path": "rows.jsonl"}]
 
 
 class Mine(Sft):
-    """A task of one's own."""
+    """A user's task."""
 
 
 def open_mine(**changes: Any) -> Mine:

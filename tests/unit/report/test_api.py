@@ -54,7 +54,7 @@ def test_a_report_has_the_figures_and_the_files_of_a_run(
     assert found.loss is not None and found.metrics == run.directory.metrics
     assert found.checkpoint is None and found.preflight is None
 
-    # Wherever it is seen from, a folder above the run is nobody's concern.
+    # From any place, a folder above the run does not matter.
     monkeypatch.chdir(tmp_path)
     assert api.report("../" + tmp_path.name + "/run").to_dict()["directory"] == "run"
 
@@ -92,7 +92,7 @@ def test_a_run_that_fails_raises_its_exit_code(
 ) -> None:
     class Started:
         def __init__(self, command: list[str]) -> None:
-            # What is reported on is what the run was given last.
+            # The report is about the newest state of the run.
             assert command[-2:] == ["--run-directory", str(tmp_path / "run")]
 
         def wait(self) -> int:
@@ -111,7 +111,7 @@ def test_a_run_that_fails_raises_its_exit_code(
 def test_an_interrupted_caller_lets_the_run_save_its_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The stand-in takes its time to save, as a run does.
+    # The stand-in takes time to save, like a run.
     program = tmp_path / "saves.py"
     program.write_text(
         "import pathlib, signal, sys, time\n"

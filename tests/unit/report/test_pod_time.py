@@ -1,4 +1,5 @@
-"""The time of a run's pods in its report: read from the run's object of a cluster, and refused where it is wrong."""
+"""The time of a run's pods in its report: read from the run's object of a cluster, and refused if it is
+invalid."""
 
 import json
 from pathlib import Path
@@ -73,7 +74,7 @@ def test_the_report_has_a_section_on_the_time_of_pods(
 ) -> None:
     run = synthetic.RunWriter(tmp_path / "run").write(synthetic.Process(last=20))
     name = json.loads(write_report(run.directory.path).summary.read_text("utf-8"))["run"]
-    # Without the object nothing is said of pods.
+    # Without the object, the report contains nothing about pods.
     assert "time of pods" not in (run.directory.path / "report.html").read_text("utf-8")
 
     object_path = tmp_path / "object.json"

@@ -94,7 +94,7 @@ def _check_self_contained(html: str) -> None:
             )
     style = "".join(re.findall(r"<style>(.*?)</style>", html, re.DOTALL))
     assert "url(" not in style and "@import" not in style
-    # The chart library names its home in a comment, which nobody asks for.
+    # The chart library names its home page in a comment, which the browser does not load.
     without_scripts = re.sub(r"<script.*?</script>", "", html, flags=re.DOTALL)
     assert "http://" not in without_scripts and "https://" not in without_scripts
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
@@ -179,7 +179,7 @@ def test_hostile_names_are_shown_as_text(tmp_path: Path, synthetic: ModuleType) 
     write_atomically(run.directory.provenance, dumps_strict({"processes": [entry]}))
     page, markdown = _report(run.directory)
     assert page.text.count(HOSTILE) >= 10
-    # Outside the code block nothing of it is markup; inside there is no markup.
+    # Outside of the code block, none of it is markup; inside, nothing is.
     outside = re.sub(r"```yaml.*?```", "", markdown, flags=re.DOTALL)
     assert "<script" not in outside and "</" not in outside
     assert escape(HOSTILE) in outside

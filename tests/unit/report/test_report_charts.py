@@ -162,7 +162,7 @@ def test_the_embedded_data_are_the_steps_of_the_run(
         "s1",
         False,
     )
-    # Seven steps were lost, and stand where they were trained again.
+    # Seven steps were lost, and are shown where they were trained again.
     assert lost["name"] == "lost and trained again"
     (values,) = lost["parts"]
     assert [step for step, value in zip(steps, values, strict=True) if value is not None] == [
@@ -249,7 +249,7 @@ def test_the_charts_of_a_long_run_with_everything_have_a_bounded_size(
     tmp_path: Path, synthetic: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = _long_run(RunDirectory(tmp_path), synthetic, 100_000)
-    # Pictures have bounds of their own, and take longer than all the rest.
+    # Pictures have separate limits, and take longer than all the rest.
     monkeypatch.setattr(plots_module, "draw", lambda *_, **__: "<svg></svg>")
     html = render_html(facts, build_plots(facts), created="now")
     assert len(html) < MOST_BYTES

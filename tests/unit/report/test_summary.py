@@ -52,7 +52,7 @@ def test_a_run_without_a_step_has_a_summary(tmp_path: Path) -> None:
 def test_samples_and_tokens_are_counted_for_the_own_steps_of_the_run(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
-    """A run that goes on behind step 20 of another one has no rows of the steps before."""
+    """A run that continues after step 20 of another run has no rows of the earlier steps."""
     run = synthetic.RunWriter(tmp_path / "run")
     run.write(synthetic.Process(last=50, resumed_from=20))
     start = {"type": "start", "resumed_from": 20, "samples_per_step": 32}
@@ -115,7 +115,7 @@ def test_measurements_of_lost_steps_are_not_results(
     assert (steps, counted) == ([10], {})
     assert "not a number" not in page and "step 18" not in page
 
-    # Also where the step has come again, and is measured at another one.
+    # Even if the step was repeated, and was measured with another value.
     run._evaluate_every = 7
     run.write(synthetic.Process(last=22, resumed_from=15, ended="killed"))
     assert report()[:2] == ([10, 21], {})
@@ -128,7 +128,7 @@ def test_the_step_that_stopped_a_run_counts_as_non_finite(
     run.write(synthetic.Process(last=20))
     found = {"why": "loss", "message": "not finite", "in_a_row": 1, "generation": 1}
     with run.directory.events.open("a") as file:
-        # A skipped step has its own number; a stop has that of the newest finished step.
+        # A skipped step has its own number; a stop has the number of the newest finished step.
         for kind, step in (("skipped", 20), ("non_finite", 20)):
             file.write(
                 json.dumps(found | {"type": kind, "time": run.now, "step": step}) + "\n"

@@ -1,4 +1,4 @@
-"""What the tests of the repository itself share: its root and the files that are, or would be, tracked."""
+"""Shared parts of the tests of the repository itself: its root, and the tracked or new files."""
 
 import subprocess
 from pathlib import Path

@@ -68,7 +68,7 @@ def ask(program: str, runs: list[Any], *, data: dict[str, str]) -> list[dict[str
 
 @pytest.fixture(scope="module")
 def data() -> dict[str, str]:
-    """What is in the ConfigMap that a user applies."""
+    """Return the content of the ConfigMap that a user applies."""
     found: dict[str, str] = load(ARGO / "argocd-cm.yaml")["data"]
     return found
 

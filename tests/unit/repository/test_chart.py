@@ -29,8 +29,8 @@ CLUSTER_SCOPED = {
     "ValidatingWebhookConfiguration",
     "MutatingWebhookConfiguration",
 }
-# What the operator may do, exactly: (group, resource) → verbs. The lease's stand apart, in the release's
-# namespace.
+# Exactly the operator's permissions: (group, resource) → verbs. Permissions for the lease are separate, in
+# the release's namespace.
 RIGHTS = {
     ("evergrad.dev", "trainingruns"): {"list", "watch"},
     ("evergrad.dev", "trainingruns/status"): {"patch"},
@@ -633,7 +633,7 @@ def test_the_operator_checks_profiles_against_the_lists_of_the_admission_policy(
     start = f"{json.dumps(BOUNDS['allowedImages'], separators=(',', ':'))}.exists(start, "
     assert said.count(start) == 2 and said.count("startsWith(start)") == 2
 
-    # Lists of a policy that is off are no rule.
+    # Lists of a policy that is off have no effect.
     config = parse_settings(
         [], environment(chart.render({"admissionPolicy": {**BOUNDS, "enabled": False}}))
     ).config

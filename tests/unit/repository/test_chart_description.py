@@ -1,4 +1,4 @@
-"""What describes the chart: README, schema, and the annotations that Artifact Hub reads."""
+"""The description of the chart: README, schema, and the annotations that Artifact Hub reads."""
 
 import base64
 import importlib.util

@@ -1,4 +1,4 @@
-"""``make check``: which tests it chooses for a change, and what it warns of."""
+"""``make check``: the tests that it selects for a change, and its warnings."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""What the examples need on a cluster besides: every file that is laid over one makes a run whose paths can
-exist in a pod, and the pages make what it names."""
+"""Requirements of the examples on a cluster: each overlay gives a run whose paths can exist in a pod, and the
+pages create the objects that it names."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Every command that a page shows is played by a test, or commands.csv in this folder says why none does; and
-each is one that the command line, the Makefile and the tree know."""
+"""A test runs every command on a page, or commands.csv in this folder gives the reason why none does. The
+command line, the Makefile and the tree contain every command."""
 
 import ast
 import csv
@@ -69,7 +69,7 @@ def test_each_block_names_a_test_that_executes_it_or_a_reason(
         node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)
     }
     assert name in tests
-    # A test reads the commands from the page, so that what is played is what is shown.
+    # A test reads the commands from the page, so that it runs exactly the shown commands.
     folder = (
         row["page"].split("/")[-2] if row["page"].startswith("examples/") else row["page"]
     )

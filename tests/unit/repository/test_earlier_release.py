@@ -66,7 +66,7 @@ def test_the_packed_chart_is_the_chart_of_the_first_release(
         pytest.skip(f"The history here does not have {COMMIT}. Fetch all of it.")
     assert "evergrad/values.yaml" in files
     for name, text in files.items():
-        # `helm package` writes Chart.yaml anew.
+        # `helm package` writes Chart.yaml again.
         same = yaml.safe_load if name.endswith("Chart.yaml") else str
         assert same(read(name).stdout) == same(text), name
 

@@ -15,7 +15,7 @@ from evergrad_manifest.reading.validation import check_run
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples/gitops"
-# Their controllers' modules are not served: only what this repository says of itself is checked in these.
+# The modules of their controllers are not available, so only this repository's own values are checked.
 UNKNOWN = {"GitRepository", "HelmRelease"}
 
 
@@ -44,7 +44,7 @@ def find(folder: str, kind: str, name: str) -> dict[str, Any]:
 
 
 def problems_of(objects: list[dict[str, Any]]) -> list[str]:
-    """What ``evergrad validate`` finds, but for paths that are the pods'."""
+    """Return the findings of ``evergrad validate``, except for paths in pods."""
     assert objects and all(one["kind"] == "TrainingRun" for one in objects)
     return [str(problem) for one in objects for problem in check_run(one)[1]]
 

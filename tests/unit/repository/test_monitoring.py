@@ -43,7 +43,7 @@ STEPS, SECONDS = (
     "evergrad_step_duration_seconds_sum",
 )
 PROGRESS = f"evergrad_operator_run_last_progress_timestamp_seconds{{{WHO}}}"
-# What a run shows in ten minutes each, as promtool writes series: every value of an hour is one minute apart.
+# The series of a run in phases of ten minutes, in promtool's notation: all values are one minute apart.
 CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     "TrainingRunStalled": (
         "30m",
@@ -93,7 +93,7 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
             STARTED: "0x120",
             f"evergrad_checkpoint_last_success_timestamp_seconds{{{WHO}}}": "60x10 600x110",
         },
-        # One every fifty minutes: an hour without one is no reason.
+        # One every fifty minutes: an hour without one is not a reason.
         {
             RUNNING: "1x120",
             STARTED: "0x120",
@@ -183,7 +183,7 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
             f'{PASSES}{{{OWN}, result="success"}}': "0+5x60",
         },
     ),
-    # A process that stands still for 100 s is restarted within 30 s, and its age begins at 0 again.
+    # A process that hangs for 100 s is restarted within 30 s, and its age starts again at 0.
     "TrainingOperatorQueueStuck": (
         "17m",
         {f"{AGE}{{{OWN}}}": "0x15 70 120 0x43"},
@@ -203,7 +203,7 @@ REPLACED = "evergrad_operator_run_pods_replaced_total"
 
 
 def stairs(height: int, width: int, count: int) -> str:
-    """A counter that grows by ``height`` every ``width`` minutes, in promtool's words."""
+    """Return a counter that grows by ``height`` every ``width`` minutes, in promtool's notation."""
     return " ".join(f"{number * height}x{width - 1}" for number in range(count))
 
 
@@ -284,7 +284,7 @@ SICK: list[tuple[str, str, str, dict[str, str]]] = [
         },
     ),
 ]
-"""Alert, how things are, when, and what is scraped: the alert fires."""
+"""Alert, state, time, and scraped series: the alert fires."""
 HEALTHY: list[tuple[str, str, str, dict[str, str]]] = [
     (
         "TrainingRunNotStarting",
@@ -359,7 +359,7 @@ HEALTHY: list[tuple[str, str, str, dict[str, str]]] = [
         },
     ),
     (
-        # The operator cannot reach the coordinator, so that it knows of no step.
+        # The operator cannot reach the coordinator, so it does not know any step.
         "TrainingRunStalled",
         "rank 0 has moved to another node, whose steps nobody but Prometheus sees",
         "59m",
@@ -470,9 +470,9 @@ HEALTHY: list[tuple[str, str, str, dict[str, str]]] = [
         },
     ),
 ]
-"""Alert, how things are, until when, and what is scraped: the alert never fires."""
+"""Alert, state, end time, and scraped series: the alert never fires."""
 UNITS = ("short", "s", "bytes", "percentunit", "reqps")
-"""Units that are used, in Grafana's words."""
+"""Units that are used, in Grafana's notation."""
 VARIABLES = {
     "__rate_interval": "5m",
     "__range": "6h",
@@ -591,7 +591,7 @@ def check_rules(
     rules: dict[str, Any],
     tests: list[tuple[str, dict[str, Any]]],
 ) -> None:
-    """Run the tests, each of the rule that is named beside it: all rules in all tests take minutes."""
+    """Run the tests, each only with the given rule: all rules in all tests would take minutes."""
     by_name = {one["alert"]: one for group in rules["groups"] for one in group["rules"]}
     files = []
     for name in dict.fromkeys(name for name, _ in tests):
@@ -696,7 +696,8 @@ def test_the_rules_of_a_release_cover_the_namespaces_that_it_serves(
 def test_more_than_five_replacements_means_at_least_six_despite_extrapolation(
     promtool: str, rules: dict[str, Any], tmp_path: Path
 ) -> None:
-    # Samples that do not lie on the window's ends: what lies between is estimated, as 5.06 for 5.
+    # The samples are not at the ends of the window, so the increase is extrapolated, for example to 5.06 for
+    # 5.
     name = "TrainingRunRestartStorm"
     query = f'ALERTS{{alertname="{name}", alertstate="firing"}}'
     series = f"{REPLACED}{{{WHO}}}"
@@ -795,7 +796,7 @@ def test_monitors_select_the_objects_that_the_operator_creates(
     assert service["metadata"]["labels"]["release"] == "stack"
     selector = pods["spec"]["selector"]
     assert selector["matchLabels"] == {"app.kubernetes.io/managed-by": "evergrad"}
-    # Where the policies of runs let nobody to their coordinators, a target there would be down for ever.
+    # If the policies of runs block their coordinators, a target for them would be down forever.
     for runs, served in (
         ({}, ["metrics", "status"]),
         ({"metricsFrom": []}, ["metrics"]),
@@ -976,7 +977,7 @@ LEGENDS = {
 
 
 def bound_of(expression: str, legend: str) -> float:
-    """Most series of a query that its legend tells apart; infinite where nothing bounds them."""
+    """Return the largest number of series in a query's legend; infinite if it is not bounded."""
     if found := re.match(r"topk\((\d+), ", expression):
         return int(found[1])
     labels = re.findall(r"\{\{(\w+)\}\}", legend)

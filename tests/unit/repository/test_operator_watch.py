@@ -1,4 +1,5 @@
-"""The end-to-end tests' watch over the operator sees every end and every error that nobody has declared."""
+"""The end-to-end tests' watch over the operator detects every exit and every error that a test has not
+declared."""
 
 import importlib.util
 import sys

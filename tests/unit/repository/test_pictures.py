@@ -1,4 +1,4 @@
-"""The README's pictures are what the records show, and its figures are those of the benchmark."""
+"""The README's pictures match the records, and its numbers match the benchmark."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""The commit that an image names: found in the tree, passed to the build, and no reason to make a layer anew."""
+"""The commit in an image: found in the tree, passed to the build, and not a reason to rebuild a layer."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`make release` without images: what it writes, that it can be checked, and that it comes out the same again."""
+"""`make release` without images: its files, their checks, and that a second release is identical."""
 
 import hashlib
 import json
@@ -121,7 +121,7 @@ def test_the_packed_chart_names_registry_and_sources_and_excludes_its_tests(
     assert "localhost/" not in "".join(files.values())
     values = yaml.safe_load(files["values.yaml"])
     assert values["image"]["repository"] == f"{REGISTRY}/evergrad-operator"
-    # An alert's link leads to the runbook of this version: Alertmanager knows no other place to begin from.
+    # An alert links to the runbook of this version: a user of Alertmanager has no other starting point.
     runbooks = f"{SOURCE}/blob/v{VERSION}/docs/runbooks"
     assert values["metrics"]["rules"]["runbooks"] == runbooks
     assert f"| `metrics.rules.runbooks` | `{runbooks}` |" in files["README.md"]

@@ -1,4 +1,4 @@
-"""The table of capabilities: what its check refuses, and that the table as it stands passes it."""
+"""The table of capabilities: errors that its check reports, and that the current table passes."""
 
 from pathlib import Path
 

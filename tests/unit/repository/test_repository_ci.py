@@ -1,4 +1,5 @@
-"""What `.ci/run` installs, and that the workflows for GitHub are sound as far as that can be seen from here."""
+"""The packages that `.ci/run` installs, and that the workflows for GitHub are valid, as far as can be checked
+here."""
 
 import re
 import subprocess
@@ -44,7 +45,7 @@ def test_a_workflow_runs_valid_scripts_and_existing_make_targets(file: Path) -> 
     for script in scripts:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
         assert set(re.findall(r"\bmake ([a-z-]+)", script)) <= targets
-        # What an event brings is never a part of a script's text, but a variable of its environment.
+        # Values of an event are never part of a script's text; they are variables in its environment.
         assert "${{" not in script
 
 

@@ -1,4 +1,4 @@
-"""The repository's own promises about its files: folders, links, sizes, nothing of anybody's machine."""
+"""Rules for the repository's files: folders, links, sizes, and no paths of a developer's machine."""
 
 import ast
 import re
@@ -43,8 +43,8 @@ def test_operator_is_a_plain_folder_that_python_never_imports(root: Path) -> Non
 def test_the_operator_module_of_the_standard_library_is_found_from_the_root(
     root: Path,
 ) -> None:
-    # Without PYTHONSAFEPATH, as somebody who knows nothing of it would start Python: the root is on the
-    # import path.
+    # Run Python without PYTHONSAFEPATH, like a user who does not know the variable: the root is on the import
+    # path.
     code = "import collections, operator; operator.itemgetter(0); print(operator.__file__)"
     result = subprocess.run(
         [sys.executable, "-c", code],
@@ -89,7 +89,8 @@ def test_every_relative_link_in_a_markdown_file_resolves(texts: dict[Path, str])
 def test_no_file_contains_a_local_path_or_the_host_of_a_package_index(
     texts: dict[Path, str], root: Path
 ) -> None:
-    # Written so that this file does not match itself. A made-up home in a test is nobody's machine.
+    # Written so that this file does not match itself. An invented home directory in a test is not a real
+    # path.
     own = "|".join(
         re.escape(f"{path}/") for path in (root, Path.home()) if len(path.parts) > 2
     )
@@ -146,8 +147,8 @@ def test_the_product_neither_reads_nor_writes_pickles(
                 if isinstance(node, ast.Call)
                 else {}
             )
-            # These stand for scripts of other people, who save as the library says; what they load is never
-            # executed.
+            # These files represent other people's scripts, which save as the library documents; loading them
+            # never executes code.
             is_harmless = (
                 called in {"torch.load", "torch.save"}
                 and keywords.get("weights_only", "True") == "True"

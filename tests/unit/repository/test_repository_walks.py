@@ -1,4 +1,5 @@
-"""The walks in docs/project/architecture.md: each file is there, and so is what is called in it."""
+"""The walks in docs/project/architecture.md: each file exists, and contains the functions that the walk
+names."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Two commands at once: both must succeed, all words are shown, and an interrupt ends both."""
+"""Two concurrent commands: both must succeed, all output is shown, and an interrupt ends both."""
 
 import shlex
 import signal
@@ -45,7 +45,7 @@ def test_the_exit_code_is_1_if_either_command_fails_and_both_outputs_are_shown(
 def test_a_signal_interrupts_both_commands_waits_for_cleanup_and_shows_the_output(
     tmp_path: Path, number: signal.Signals, shell: str
 ) -> None:
-    """Also where the shell has SIGINT ignored, as it has for what runs in the background."""
+    """Even if the shell ignores SIGINT, as for background processes."""
     code = """
 import sys, time, pathlib
 name = sys.argv[1]

@@ -1,6 +1,7 @@
-"""The site's navigation has every page once, and its hooks find links and what would load from another host.
+"""The site's navigation contains each page once, and its hooks find links and elements that load from other
+hosts.
 
-That the site builds is checked by `make docs`, in an environment of its own.
+`make docs` checks in a separate environment that the site builds.
 """
 
 import importlib.util

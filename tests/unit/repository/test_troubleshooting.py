@@ -1,4 +1,4 @@
-"""Each text that the page on symptoms quotes is one that the code says."""
+"""The code contains each text that the page on symptoms quotes."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ import pytest
 _ROOT = Path(__file__).resolve().parents[3]
 _PAGE = (_ROOT / "docs/operate/troubleshooting.md").read_text("utf-8")
 _SHORTEST = 9
-"""Shorter pieces between two ellipses, such as a comma, say nothing."""
+"""Shorter pieces between two ellipses, such as a comma, are not significant."""
 
 
 def symptoms() -> list[str]:
@@ -22,7 +22,7 @@ def symptoms() -> list[str]:
 
 @pytest.fixture(scope="module")
 def said() -> str:
-    """All texts of the product's code, with an ellipsis for what is filled in, and the Makefile."""
+    """Return all texts of the product's code, with an ellipsis for each inserted value, and the Makefile."""
     found = [(_ROOT / "Makefile").read_text("utf-8")]
     for package in (
         "common",

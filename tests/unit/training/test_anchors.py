@@ -69,7 +69,7 @@ def run_of(
 
 @pytest.fixture
 def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The waits that were asked for; none is made."""
+    """Records the requested waits without waiting."""
     made: list[float] = []
     monkeypatch.setattr("evergrad_trainer.training.loop.time.sleep", made.append)
     return made

@@ -1,4 +1,4 @@
-"""The best checkpoint keeps its mark, whatever ends between an evaluation and the save that belongs to it."""
+"""The best checkpoint keeps its mark, whatever happens between an evaluation and its save."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,8 +20,8 @@ LOSSES = {3: 2.0, STEPS: 1.0}
 
 
 class Checkpoints:
-    """Saves under way until they are waited for; ``ends`` says how: published, failed, fenced, or with the
-    world."""
+    """Saves that are in progress until they are waited for. ``ends`` sets the result: published, failed,
+    fenced, or lost with the world."""
 
     is_saving = False
 
@@ -150,7 +150,7 @@ def test_a_best_step_whose_first_save_failed_is_saved_again() -> None:
 def test_a_best_step_without_a_checkpoint_does_not_prevent_a_later_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its save fails beside the training, after the evaluation that found it."""
+    """Its save fails during training, after the evaluation that found it."""
     monkeypatch.setitem(LOSSES, 3, 0.5)
     checkpoints = Checkpoints(step_3="failed")
     run = make(checkpoints, saves_before=False)

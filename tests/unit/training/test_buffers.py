@@ -1,4 +1,4 @@
-"""Buffers that a forward pass changes are refused where several workers train, and left alone where one does."""
+"""Buffers that a forward pass changes are refused if several workers train, and allowed with one worker."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ ROWS = torch.arange(12.0).view(4, 3)
 
 
 class Counting(nn.Module):
-    """Counts its calls in a buffer, or in one that is no part of the state."""
+    """Counts its calls in a buffer, or in a buffer that is not a part of the state."""
 
     def __init__(self, *, persistent: bool) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def test_a_single_worker_may_change_its_buffers_unless_others_can_join() -> None
     alone = BufferWatch({"extra": module}, Code(None))
     with alone.watching(FIRST, num_workers=1):
         module(ROWS)
-    # Looked at once it is not alone any more.
+    # It is checked when it no longer trains alone.
     with pytest.raises(TaskInputError), alone.watching(FIRST, num_workers=2):
         module(ROWS)
     elastic = BufferWatch({"extra": module}, Code(None), may_share=True)

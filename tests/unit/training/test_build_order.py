@@ -77,7 +77,7 @@ def test_parts_are_built_in_one_order_each_from_earlier_parts(
         with_weights=not is_resumed,
     )
     assert tuple(made) == PARTS
-    # The model is told whether a checkpoint brings its weights.
+    # The build receives whether a checkpoint provides the weights.
     assert given["_build_modules"].arguments["with_weights"] is not is_resumed
     # The optimizer is one over its parameters, in groups.
     assert given["build_optimizer"].arguments["model"] is machinery.model

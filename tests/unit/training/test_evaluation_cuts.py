@@ -1,4 +1,4 @@
-"""What an evaluation has measured before it was cut is saved, also where its step was saved before."""
+"""The partial results of an interrupted evaluation are saved, even if its step was saved before."""
 
 import copy
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from evergrad_trainer.training.progress import TrainingProgress
 
 
 class Preempted:
-    """A run that is asked to stop in each of its evaluations, behind ``batches[n]`` batches in start n."""
+    """A run with a stop request in each evaluation: in start n after ``batches[n]`` batches."""
 
     def __init__(self, batches: Sequence[int], *, saves_before: bool) -> None:
         self.saved: list[dict[str, Any]] = []

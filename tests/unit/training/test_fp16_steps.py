@@ -1,5 +1,5 @@
-"""Steps with products in fp16: the scale of their loss, what becomes of gradients that overflow, and that all
-ranks decide alike."""
+"""Steps with products in fp16: the scale of their loss, gradients that overflow, and the same decision on all
+ranks."""
 
 import functools
 import math
@@ -75,7 +75,7 @@ def make_stepper(
     exact: bool = False,
     dtype: torch.dtype = torch.float16,
 ) -> Stepper:
-    """``nominal``: what the loss is divided by before the backward pass."""
+    """``nominal``: divisor of the loss before the backward pass."""
     parameters = list(model.parameters())
     gradients: Any = BucketedSum(parameters, bucket_bytes=1024)
     if exact:
@@ -129,7 +129,7 @@ def test_the_scale_starts_at_2_16_halves_at_an_overflow_and_doubles_after_2000_u
     for _ in range(1999):
         scale.follow(None)
     assert scale.value == 32768.0
-    # No word on the scale: neither does it begin anew, nor does it count.
+    # The scale is unchanged: it neither restarts nor counts.
     for skipped in ("loss", "grad", "empty", "requested"):
         scale.follow(skipped)
     assert scale.value == 32768.0
@@ -249,7 +249,7 @@ def test_a_rank_with_finite_gradients_skips_the_step_that_another_rank_must_skip
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def sum_integers(self: World, values: torch.Tensor) -> torch.Tensor:
-        # The other rank's word that the norm that it has is not finite.
+        # The other rank's flag that its norm is not finite.
         values[NUM_FLAGS + 2] += 1
         return values
 

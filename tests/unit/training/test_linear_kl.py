@@ -1,4 +1,5 @@
-"""Three penalties beside a reference: values and gradients as computed by hand, in chunks of any size."""
+"""Three penalties relative to a reference: values and gradients as calculated by hand, in chunks of any
+size."""
 
 import math
 
@@ -76,7 +77,7 @@ def batch(
 
 
 def plainly(estimator: str, beta: float) -> tuple[KlSums, torch.Tensor, torch.Tensor]:
-    """The same sums of all logits at once, with autograd's gradients."""
+    """Return the same sums of all logits at the same time, with autograd's gradients."""
     hidden, weight, other, its_weight, labels = batch()
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     log_p = functional.linear(hidden, weight).log_softmax(-1)
@@ -128,7 +129,7 @@ def test_chunks_of_any_size_give_the_sums_and_gradients_of_all_logits(
 @pytest.mark.acceptance("8d-10d:two_stage_kl", "number-5e-1")
 @pytest.mark.capability("T-62")
 def test_the_published_penalty_only_scales_the_gradient_of_the_loss() -> None:
-    """What makes it no divergence: nothing of the reference is in its gradient."""
+    """This is why it is not a divergence: its gradient contains nothing of the reference."""
     slopes = {}
     for beta in (0.0, 3.0):
         hidden, weight, other, its_weight, labels = batch()
@@ -204,7 +205,7 @@ def test_an_unknown_estimator_is_refused() -> None:
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_logits_exist_for_one_chunk_of_tokens_at_a_time(estimator: str) -> None:
-    """The most that is allocated at once does not grow with the tokens: counted, not timed."""
+    """The maximum of allocated memory does not grow with the tokens: counted, not timed."""
     tokens, vocabulary, width, chunk = 4096, 1024, 4, 64
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn((1, tokens, width), generator=generator, requires_grad=True)

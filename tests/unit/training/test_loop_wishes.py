@@ -1,4 +1,5 @@
-"""What observers ask for: all ranks do it at the boundary of the step before which one of them asked."""
+"""Requests of observers: all ranks carry them out at the boundary of the step before which one of them
+requested it."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -78,7 +79,7 @@ def test_an_evaluation_interrupted_by_a_change_is_repeated_and_reported_once() -
     assert train(run) == "change"
     assert observer.heard == []
 
-    # Another process goes on with what this one remembers.
+    # Another process continues with the state of this process.
     progress = TrainingProgress()
     progress.load_values(run.progress.values())
     assert train(replace(run, progress=progress)) == "complete"
@@ -111,7 +112,7 @@ def test_partial_measurements_of_an_interrupted_evaluation_are_part_of_the_state
     progress = TrainingProgress()
     progress.load_values(values)
     assert train(replace(run, progress=progress)) == "complete"
-    # Gone on with after step 3; begun anew after the last one.
+    # Continued after step 3, and started again after the last step.
     assert seen == [0, 1, 0]
     assert "tallies" not in progress.values()
 
@@ -168,7 +169,7 @@ def test_a_requested_save_is_made_by_the_next_world_if_this_one_breaks_first() -
         train(replace(run, limits=limits, evaluator=evaluator_of(breaks)))
     assert done == []
 
-    # Another process goes on with what this one remembers; the save comes after the evaluation.
+    # Another process continues with the state of this process; the save comes after the evaluation.
     progress = TrainingProgress()
     progress.load_values(run.progress.values())
     assert train(replace(run, limits=limits, progress=progress)) == "complete"
@@ -257,7 +258,7 @@ def test_an_observer_that_one_rank_disabled_is_disabled_on_all_ranks() -> None:
         other.step_end(cast(Any, SimpleNamespace(step=1, generation=1)))
     assert other.switched_off == {"Failing"} and other.is_disagreeing
 
-    # Another rank raises the flag, and names the observer when the ranks meet after the step.
+    # Another rank raises the flag, and names the observer in the exchange after the step.
     run = replace(make_run(lasting, []), lasting=lasting)
 
     class Meeting:

@@ -1,4 +1,4 @@
-"""Phases are measured where they are computed: by the host on a CPU, by events in the queue of an
+"""Phases are measured by the device that computes them: by the host on a CPU, by events in the queue of an
 accelerator."""
 
 from itertools import count
@@ -15,7 +15,7 @@ from evergrad_trainer.training.phase_clock import (
 
 
 class FakeDevice:
-    """Runs what it is given, one after the other, while the host goes on."""
+    """Runs its work in order, while the host continues."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -52,7 +52,7 @@ class FakeEvent:
 def run_step(
     clock: DeviceClock, device: FakeDevice, *, reading: float, computing: float
 ) -> float:
-    """One step of two slots, and what the clock says of its own work once the device has done it."""
+    """One step of two slots, and the clock's values after the device has finished it."""
     clock.begin()
     for _ in range(2):
         device.now += reading

@@ -1,4 +1,4 @@
-"""When a run saves: steps, tokens and seconds, and which checkpoints stay for ever."""
+"""When a run saves: by steps, tokens and seconds, and which checkpoints are kept forever."""
 
 import itertools
 from dataclasses import replace
@@ -13,7 +13,8 @@ from evergrad_trainer.training.loop import train
 
 
 def saves_of(run: TrainingComponents) -> dict[int, dict[str, Any]]:
-    """The steps that the run saves while it trains, with what is written beside the tensors."""
+    """Return the steps that the run saves while it trains, with the values that are saved with the
+    tensors."""
     saves: dict[int, dict[str, Any]] = {}
 
     def save(step: int, tensors: Any, *, extra: dict[str, Any], **options: Any) -> None:
@@ -92,7 +93,7 @@ def test_saves_permanent_saves_and_evaluations_each_have_their_own_cadence(
     cast(Any, run.checkpoints).save = note
     assert train(run) == "complete"
 
-    # The last step is evaluated whatever the cadence is; its save is made by whoever ends the run.
+    # The last step is evaluated with any cadence; the code that ends the run saves it.
     evaluated = multiples(evaluate) | {STEPS}
     saved = multiples(save) | multiples(keep) | (evaluated if is_first else set())
     assert [step for what, step in done if what == "evaluate"] == sorted(evaluated)

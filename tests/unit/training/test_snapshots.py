@@ -1,5 +1,5 @@
-"""Snapshots of trained modules: taken at their step, given to newcomers, read from a kept checkpoint, and never
-another one than the state was trained beside."""
+"""Snapshots of trained modules: taken at their step, sent to joining ranks, read from a kept checkpoint, and
+always those with which the state was trained."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -80,7 +80,7 @@ def test_a_snapshot_is_taken_after_its_step_only() -> None:
     assert snapshots.values() == {"reference": {"after": AFTER, "hash": found["reference"]}}
     live = module_tensors(modules.trained["model"])
     assert all(torch.equal(live[name], one) for name, one in copies(modules).items())
-    # A copy: it stays where it is while the model goes on.
+    # A copy: it does not change while the model continues to train.
     with torch.no_grad():
         modules.trained["model"].weight.zero_()  # type: ignore[operator, union-attr]
     assert copies(modules)["weight"].any()
@@ -125,7 +125,7 @@ def test_a_run_does_not_continue_without_the_right_snapshot() -> None:
     resumed.load_values(first.values())
     with pytest.raises(CheckpointError):
         resumed.settle(AFTER + 4, ALONE, Disk([modules_of(7)]))
-    # Nor does it take what it has read for what it wanted.
+    # A tensor that was read is not treated as the requested tensor.
     with pytest.raises(CheckpointError):
         resumed.settle(AFTER + 4, ALONE, Disk())
 
@@ -168,7 +168,7 @@ def test_a_snapshot_that_changes_in_memory_is_detected_by_the_replica_comparison
 
 
 class Pair:
-    """What two ranks exchange, as rank 0 sees it: the other one says ``other`` each time."""
+    """The exchange between two ranks as seen by rank 0: the other rank always sends ``other``."""
 
     rank, size = 0, 2
 

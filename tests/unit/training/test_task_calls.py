@@ -1,4 +1,4 @@
-"""What a task does with its modules between two steps: the same on every rank, whatever that rank has computed
+"""A task's changes of its modules between two steps: the same on every rank, whatever the rank has computed
 before."""
 
 from types import SimpleNamespace

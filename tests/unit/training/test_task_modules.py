@@ -169,7 +169,7 @@ def test_a_large_frozen_module_is_sharded_unless_the_task_needs_it_whole(
 
 
 def test_a_snapshot_is_sharded_like_its_source_at_any_size() -> None:
-    """Whole, it would compute in another type than the model where that is cut."""
+    """If it was whole, it would compute in another dtype than the sharded model."""
     snapshots = {"reference": Snapshot("model", 3)}
     frozen = {"reference": linear(), "teacher": linear()}
     modules = Modules({"model": linear()}, frozen, snapshots=snapshots)
@@ -262,7 +262,7 @@ def test_a_frozen_module_that_changes_on_one_rank_alone_is_a_host_fault() -> Non
     built = hash_frozen(modules)
 
     def compare(other: int) -> None:
-        # The other rank says how many frozen modules have changed there.
+        # The other rank reports how many frozen modules have changed there.
         world = SimpleNamespace(gather_integers=lambda value: [value, other])
         compare_frozen(modules, built, cast(World, world), code=Code(None))
 
@@ -289,7 +289,7 @@ def test_a_host_with_a_different_frozen_module_does_not_end_the_others() -> None
         return False
 
     assert [refuse(rank, steps=[-1, -1, -1]) for rank in range(3)] == [False, False, True]
-    # Whose state goes on is right, however few they are.
+    # The ranks whose state is continued are correct, even if they are few.
     assert [refuse(rank, steps=[-1, -1, 8]) for rank in range(3)] == [True, True, False]
 
 
@@ -381,7 +381,7 @@ def test_the_weights_of_a_snapshot_are_not_hashed_as_built_modules() -> None:
 
 
 class Deferred:
-    """A model whose weights nobody has made yet."""
+    """A model whose weights do not exist yet."""
 
     def __init__(self) -> None:
         self.model, self.weights = linear(), iter(())
@@ -389,7 +389,8 @@ class Deferred:
 
 @pytest.mark.parametrize("with_weights", [True, False])
 def test_no_weights_are_initialised_for_a_snapshot(with_weights: bool) -> None:
-    """It gets those of the module that it is of; making or reading others takes as long as the model's."""
+    """It gets the weights of its trained module; creating or reading others would take as long as the
+    model's."""
     model, reference, teacher = made = [Deferred() for _ in range(3)]
     frozen = {"reference": reference.model, "teacher": teacher.model}
     snapshots = {"reference": Snapshot("model", 3)}

@@ -1,4 +1,4 @@
-"""What a task prepares for itself: nodes on one volume take turns, and its errors stay its own."""
+"""A task's own preparation: nodes on one volume take turns, and its errors are attributed to the task."""
 
 import sys
 import threading
@@ -79,7 +79,7 @@ def test_an_object_that_is_not_a_task_is_refused_when_it_is_loaded(
 def open_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Prepare], Prepared]:
-    """A start of a run whose task prepares its data so; gives what is prepared then."""
+    """Start a run whose task prepares its data in this way; return the prepared data."""
     (tmp_path / "mine.py").write_text("", "utf-8")
 
     def start(prepare: Prepare) -> Prepared:

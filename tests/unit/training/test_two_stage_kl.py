@@ -1,5 +1,5 @@
-"""The task of two stages over a tiny model: its loss against all logits at once, its stages, and what it
-measures."""
+"""The task of two stages with a tiny model: its loss compared with all logits, its stages, and its
+metrics."""
 
 import copy
 from collections.abc import Mapping
@@ -202,7 +202,7 @@ def batch() -> dict[str, torch.Tensor]:
 def plainly(
     modules: Modules, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Sums of all logits of both models at once; ``loss`` and the divergences with gradients."""
+    """Return sums of all logits of both models; ``loss`` and the divergences have gradients."""
     ids, labels = tensors["input_ids"], tensors["labels"].flatten()
     model: Any = modules.trained["model"]
     reference: Any = modules.frozen["reference"]

@@ -1,4 +1,4 @@
-"""A start says what has changed since the one before it: its file, files of a task, and versions."""
+"""A start reports the changes since the previous start: its file, files of a task, and versions."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,7 +68,7 @@ def test_a_run_records_its_model_at_each_start_and_keeps_the_first(
         written = run_records._build_record(cast(Session, SimpleNamespace(**facts)), before)
         return {key: value for key, value in written.items() if "odel" in key}
 
-    # The first one stands beside it only where it is another one.
+    # The first one is stored only if it differs.
     assert record(began, {}) == {"model": began}
     assert record(began, {"model": began}) == {"model": began}
     upgraded = record(later, {"model": began})
@@ -140,7 +140,7 @@ def test_changes_that_a_killed_start_did_not_announce_are_announced_by_the_next(
     changes = [{"path": "rate", "old": "low", "new": "high"}]
     told = [("changed", {"changes": changes}), ("extended", {"from": 8})]
     assert said == told
-    # Once they are told, they are no news any more.
+    # After they were reported, they are not changes any more.
     start("high", 10)
     assert said == told
     recorded = directory.read_resolved()
@@ -154,7 +154,7 @@ def test_changed_files_of_a_task_are_reported_with_both_hashes() -> None:
         ("spec.training.recipe (other.py)", "(absent)", "d"),
         ("spec.training.recipe (table.py)", "b", "(absent)"),
     ]
-    # A checkpoint of an older version says nothing of its files.
+    # A checkpoint of an older version does not contain the task's files.
     assert _changed_files({}, now) == []
 
 

@@ -1,4 +1,4 @@
-"""What a fresh run takes of another one, and what it refuses."""
+"""The state that a fresh run loads from another run, and refused requests."""
 
 import json
 from collections.abc import Callable
@@ -268,7 +268,7 @@ def test_a_step_other_than_that_of_the_first_start_is_refused(
             "load": "position",
         }
     }
-    # As run.json has it of the start before: the file's new step has no say in it.
+    # As run.json records the previous start: the file's new step has no effect.
     fresh.session.data.train.start = DataStart(
         (SourcePosition("a", "A", 0, 15),), 4, (), "data"
     )
@@ -319,7 +319,7 @@ def test_a_checkpoint_outside_its_run_is_refused_with_the_missing_record(
     )
     assert said.endswith(f"Name it in that directory, or copy its run.json into {theirs}.")
 
-    # Fields that differ are a cause of their own, and paths, whose content decides, are none.
+    # Different fields are a separate cause. Paths do not count, because the content decides.
     fresh.extra["state"]["recipe"] = {"data": {"sources": [{"path": "old"}]}}
     fresh.session.identity = Identity(
         "fork", "", "data", {"data": {"sources": [{"path": "new"}]}}
@@ -399,7 +399,7 @@ def test_the_checkpoint_of_a_reference_is_loaded_although_a_newer_one_exists(
     fresh.newest, fresh.machinery.modules.begins_behind = 6, 5
     fresh.begin()
     assert fresh.session.begun_from["step"] == 5
-    # The record of the run goes before: its reference is that of the record, too.
+    # The run's record takes precedence: its reference also comes from the record.
     fresh.machinery.modules.begins_behind = 6
     fresh.recorded = {"begunFrom": {**BEGUN, "load": "weights"}}
     fresh.begin()

@@ -1,5 +1,5 @@
-"""Records between a supervisor and a worker keep their borders, their order and their types; an end that is
-gone is told."""
+"""Records between a supervisor and a worker keep their boundaries, order and types; a closed end is
+detected."""
 
 import threading
 

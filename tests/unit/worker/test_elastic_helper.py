@@ -1,4 +1,4 @@
-"""``evergrad.elastic`` in processes of their own, on a node state that this process writes."""
+"""``evergrad.elastic`` in separate processes, with a node state that this process writes."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ STUCK_IN_C = (
 
 
 class Node:
-    """The node's side: a node state on a loop in a thread, and what it was told."""
+    """The node's side: a node state on a loop in a thread, and the reports that it received."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -62,8 +62,8 @@ class Node:
     def close_state(self) -> None:
         async def close() -> None:
             await self.node_state.close()
-            # Connections end on the loop, also one that was just being accepted: it has to turn until the
-            # last has.
+            # Connections are closed on the loop, including one that was just accepted: the loop must run
+            # until the last is closed.
             for _ in range(20):
                 others = asyncio.all_tasks() - {asyncio.current_task()}
                 await asyncio.gather(*others, return_exceptions=True)

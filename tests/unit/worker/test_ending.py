@@ -1,4 +1,4 @@
-"""The export at the end of a run, beside what else lies in its folder."""
+"""The export at the end of a run, with other files in its folder."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ def write_export(directory: Path, *, step: int, output: Path, dtype: Any) -> Non
 def test_an_export_at_the_end_removes_only_its_own_leftovers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hidden file of the volume or of a desktop, or a user's own export under way, is no leftover."""
+    """A hidden file of the volume or of a desktop, or a user's own unfinished export, is not a leftover."""
     monkeypatch.setattr(export, "export_checkpoint", write_export)
     directory = RunDirectory(tmp_path)
     own = [".step-4.new", ".step-8.old", "..step-8.new.1a2b3c4d.tmp"]

@@ -1,4 +1,4 @@
-"""Rank 0 of a world writes down its start and its end, whatever becomes of worlds in between."""
+"""Rank 0 of a world records its start and its end, whatever happens to worlds in between."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -61,8 +61,8 @@ def open_session(directory: Path) -> Session:
 def live(
     session: Session, monkeypatch: pytest.MonkeyPatch, *starts: tuple[int, Settle]
 ) -> list[str]:
-    """Take part in a world after the other, with a rank and what happens while it settles; what is
-    written."""
+    """Take part in one world after another, each with a rank and an event during the exchange of the state;
+    return the records."""
     log = Log()
 
     def build_observers(surroundings: Any) -> Any:
@@ -157,7 +157,7 @@ def test_other_ranks_keep_notes_that_a_lost_rank_0_may_not_have_written(
 def test_a_stop_file_is_kept_until_other_ranks_know_that_the_run_has_stopped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others_go_on: bool
 ) -> None:
-    """A rank 0 that dies before that leaves it to those that go on; where nobody does, its next start trains."""
+    """If rank 0 dies before, the other ranks write it; if none continues, the next start trains."""
     session = open_session(tmp_path)
     session.directory.stop.touch()
     seen: list[bool] = []

@@ -1,4 +1,4 @@
-"""What a failed peer looks like in the words of gloo, NCCL and torch's store, and what only looks like it."""
+"""Messages of gloo, NCCL and torch's store about a failed peer, and messages that only look similar."""
 
 import pytest
 from torch.distributed import DistNetworkError
@@ -20,7 +20,7 @@ NCCL = (
 @pytest.mark.parametrize(
     "text",
     [
-        # As torch 2.13 says it when a process of a group is killed, is frozen, or its store is gone.
+        # Messages of torch 2.13 if a process of a group is killed or frozen, or if its store is gone.
         (
             f"{GLOO}pair.cc:553] Connection closed by peer [127.0.0.1]:12170. This is typically "
             "caused by a remote worker crashing."

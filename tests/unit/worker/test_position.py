@@ -1,4 +1,4 @@
-"""The position of another run: where it is found, and what keeps it from being one here."""
+"""The position in another run: where it is found, and why it may not be valid in this run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -72,7 +72,7 @@ def make_run(load: str | None = "position", **training: Any) -> TrainingRun:
 
 
 class Other:
-    """A run in ``theirs`` that was saved behind its sixth step."""
+    """A run in ``theirs`` that was saved after its sixth step."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = path
@@ -180,7 +180,7 @@ def test_a_resume_in_another_directory_starts_at_the_start_of_that_run(
     assert found is not None and found.start == began
     # Its data are compared as a whole.
     check_content(found, found.start, prepared_of(("x", "X"), tokenizer="other"))
-    # A position is one behind its checkpoint's step.
+    # A position is the step after its checkpoint's step.
     found = other.find(make_run())
     assert found is not None and (found.start.after_step, found.start.data_before) == (
         6,
@@ -195,7 +195,7 @@ def test_a_resume_through_a_link_to_a_checkpoint_starts_at_the_start_of_its_run(
     other.write(dataStart=began.to_json())
     checkpoint = other.directory.checkpoints / "step-6"
     checkpoint.mkdir()
-    # Two folders above the link there is no run.
+    # Two folders above the link, there is no run.
     link = other.path / "links" / "newest"
     link.parent.mkdir()
     link.symlink_to(checkpoint)
@@ -254,7 +254,7 @@ def test_fields_that_determine_items_and_order_are_named_and_others_may_differ(
     ):
         assert f"spec.training.{field}" in said
     assert "sources" not in said
-    # The seed of the data is the same, and neither of the others has a say in them.
+    # The seed of the data is the same; the other two seeds have no effect on the data.
     assert other.find(
         make_run(
             reproducibility={"seed": 4, "dataSeed": 0, "elastic": "exact"},
@@ -326,7 +326,7 @@ def test_new_sources_that_may_be_renamed_earlier_ones_are_named(
     (said,) = check_content(found, placed, prepared_of(*mixture))
     assert said.startswith("a begins at its first sample: the source of this name")
 
-    # Without the content of what was left out nothing says that C is not a part of it.
+    # Without the content of the sources that were left out, C could be a part of it.
     forgotten = replace(found.start, left_out=(SourcePosition("y", "Y of all", 2, 7),))
     placed = place_sources(forgotten, [("c", "C"), ("b", "B")])
     (said,) = check_content(

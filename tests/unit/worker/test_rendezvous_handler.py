@@ -1,4 +1,4 @@
-"""The rendezvous handler, with a coordinator that says what the test wants and notes what it hears."""
+"""The rendezvous handler, with a coordinator that the test scripts and that records its messages."""
 
 import asyncio
 import json
@@ -58,7 +58,7 @@ from evergrad_trainer.torchrun.rendezvous import (
 
 
 class FakeClient:
-    """Takes the place of the client; ``sent`` is what the node said."""
+    """Replaces the client; ``sent`` contains the node's messages."""
 
     newest: "FakeClient"
 
@@ -118,7 +118,7 @@ class FakeClient:
         assert is_done.wait(PATIENCE)
 
     def heard(self, kind: type[Message], count: int = 1) -> list[Any]:
-        """Waits until the node has said at least ``count`` messages of this kind."""
+        """Wait until the node has sent at least ``count`` messages of this type."""
         until(
             lambda: sum(isinstance(message, kind) for message in self.sent) >= count,
             f"{count} × {kind.__name__}",
@@ -347,7 +347,7 @@ def test_a_group_is_joined_by_plan_ready_and_go(handler: EvergradRendezvousHandl
     ready = client.heard(Ready)[0]
     assert (ready.generation, ready.workers) == (7, 1)
     with socket.create_connection(("127.0.0.1", ready.port), timeout=PATIENCE):
-        pass  # the store is there before anybody is told of it
+        pass  # the store exists before its address is sent
     assert client.hello().had == Placement(7, first_rank=1, workers=1, world_size=2)
     assert os.environ["EVERGRAD_GENERATION"] == "7"
     assert handler.use_agent_store
@@ -543,8 +543,8 @@ def test_the_exit_barrier_is_a_vote_that_lasts_until_the_coordinator_has_counted
     assert client.heard(Up) == [Up(7, -1)]
     waiting = threading.Thread(target=store.wait, args=(["barrier"],), daemon=True)
     waiting.start()
-    # The others form a new group without us: it is told that our workers are gone. A new connection hears the
-    # vote again.
+    # The others form a new group without this node, which reports that its workers are gone. A new connection
+    # receives the vote again.
     client.say(plan(8, is_member=False))
     assert client.heard(Ready, 2)[1] == Ready(8, workers=0, port=0)
     client.call(client.on_connected)

@@ -1,5 +1,5 @@
-"""A state's number depends on each of its bits, and the majority of those that held the state names who is
-wrong."""
+"""A state's hash depends on each of its bits, and the majority of the ranks that held the state determines
+which rank is wrong."""
 
 import pytest
 import torch

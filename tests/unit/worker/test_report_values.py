@@ -1,5 +1,4 @@
-"""What is read from the values of a report: a number where there is one, a reason where there is none, never
-an error."""
+"""Reading the values of a report: a number, or a reason if it is not a number, and never an error."""
 
 from decimal import Decimal
 from typing import Any

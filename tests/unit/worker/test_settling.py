@@ -1,4 +1,4 @@
-"""What ranks tell each other when they meet, and what each remembers afterwards."""
+"""The exchange between ranks that form a world, and the values that each rank has afterwards."""
 
 import errno
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""Only connected TCP sockets are found, and only those that are named are cut."""
+"""Only connected TCP sockets are found, and only the given ones are cut."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Signals set a flag, a second interrupt leaves at once, and what was there before comes back."""
+"""Signals set a flag, a second interrupt ends the process immediately, and previous handlers are restored."""
 
 import os
 import signal

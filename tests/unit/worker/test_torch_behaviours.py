@@ -99,7 +99,7 @@ sys.exit(3 if os.environ["TEST_END"] == "fail" else 0)
 
 
 class Outcome:
-    """What an agent did, and what its workers found around them."""
+    """The actions of an agent, and the environment of its workers."""
 
     def __init__(self, directory: Path, plan: dict[str, Any], *options: str) -> None:
         self._directory = directory

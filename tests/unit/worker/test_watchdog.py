@@ -1,5 +1,5 @@
-"""The watchdog thread hears the supervisor while the main thread is elsewhere: ready, begin, soft and hard
-changes, the end."""
+"""The watchdog thread reads the supervisor's records while the main thread is busy: ready, begin, soft and
+hard changes, and the end."""
 
 import socket
 import threading
