@@ -143,9 +143,7 @@ def assert_nothing_was_added(before: Found) -> None:
 
 
 @pytest.mark.usefixtures("_no_bed")
-def test_a_bed_that_was_up_leaves_nothing_and_shows_only_one_link_and_routes_meanwhile() -> (
-    None
-):
+def test_a_bed_leaves_nothing_and_adds_only_one_link_and_routes_while_it_is_up() -> None:
     before = look()
     command("up")
     visible = added(before)
@@ -160,7 +158,7 @@ def test_a_bed_that_was_up_leaves_nothing_and_shows_only_one_link_and_routes_mea
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.usefixtures("_no_bed")
-def test_an_up_that_is_killed_half_way_leaves_nothing_after_down(place: str) -> None:
+def test_an_interrupted_up_leaves_nothing_after_down(place: str) -> None:
     before = look()
     process = start_held_up(place)
     process.kill()
@@ -170,7 +168,9 @@ def test_an_up_that_is_killed_half_way_leaves_nothing_after_down(place: str) -> 
 
 
 @pytest.mark.usefixtures("_no_bed")
-def test_a_second_up_says_who_is_at_work_and_an_interrupted_one_cleans_up_itself() -> None:
+def test_a_second_up_names_the_running_process_and_an_interrupted_up_cleans_up_itself() -> (
+    None
+):
     before = look()
     first = start_held_up(PLACES[-1])
     second = start("up")
@@ -187,7 +187,7 @@ def test_a_second_up_says_who_is_at_work_and_an_interrupted_one_cleans_up_itself
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_no_bed")
-def test_the_profile_for_scale_runs_pods_without_nodes_and_leaves_nothing() -> None:
+def test_the_scale_profile_runs_pods_without_nodes_and_leaves_nothing() -> None:
     before = look()
     command("up", "--profile", "kwok")
     api = Api(KUBECONFIG)

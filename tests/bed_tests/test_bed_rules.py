@@ -15,19 +15,19 @@ from bed.shell import BedError
     ("quantity", "expected"),
     [("64Mi", 64 * 2**20), ("1Gi", 2**30), ("1.5G", 1_500_000_000), ("1024", 1024)],
 )
-def test_a_quantity_of_storage_is_read_as_kubernetes_reads_it(
+def test_a_storage_quantity_is_parsed_as_kubernetes_parses_it(
     quantity: str, expected: int
 ) -> None:
     assert storage.size_in_bytes(quantity) == expected
 
 
-def test_a_tool_is_known_by_its_own_name_and_by_its_programs() -> None:
+def test_a_tool_is_found_by_its_own_name_and_by_its_programs() -> None:
     assert toolbox.tool_of("kubectl") == toolbox.tool_of("kubernetes") == "kubernetes"
     with pytest.raises(ValueError, match="ruby: no tool of the bed"):
         toolbox.tool_of("ruby")
 
 
-def test_a_program_is_asked_in_json_and_its_words_are_kept_where_it_fails(
+def test_a_program_answers_in_json_and_its_output_is_kept_if_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "program"
@@ -40,7 +40,7 @@ def test_a_program_is_asked_in_json_and_its_words_are_kept_where_it_fails(
         toolbox.ask("lua", {})
 
 
-def test_a_program_is_unavailable_only_where_it_is_neither_built_nor_can_be(
+def test_a_program_is_unavailable_only_if_it_is_not_built_and_cannot_be_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(toolbox.shutil, "which", lambda name: None)
@@ -76,7 +76,7 @@ def test_a_changed_source_changes_the_key_of_its_tool_only(
     assert toolbox.key("pause") != before["pause"]
 
 
-def test_where_the_bed_cannot_run_one_line_says_why_and_what_to_do(
+def test_if_the_bed_cannot_run_one_line_names_the_reason_and_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(requirements.sys, "platform", "darwin")
@@ -89,7 +89,7 @@ def test_where_the_bed_cannot_run_one_line_says_why_and_what_to_do(
     assert "needs root" in (requirements.unavailable() or "")
 
 
-def test_a_machine_with_cgroup_v2_alone_is_told_so(
+def test_a_machine_with_cgroup_v2_only_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cgroup.controllers").touch()
@@ -101,7 +101,7 @@ def test_a_machine_with_cgroup_v2_alone_is_told_so(
     assert "\n" not in said
 
 
-def test_an_image_is_packed_without_the_layers_a_node_holds(
+def test_an_image_is_packed_without_the_layers_that_a_node_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EVERGRAD_CACHE", str(tmp_path))
@@ -141,7 +141,7 @@ def test_a_kubeconfig_that_names_files_is_read_relative_to_itself(tmp_path: Path
     )  # nobody listens there; that it was read is what counts
 
 
-def test_families_of_a_bed_are_taken_in_the_order_in_which_they_are_named() -> None:
+def test_address_families_of_a_bed_are_used_in_the_given_order() -> None:
     assert [family.name for family in families_named("ipv6,ipv4")] == ["ipv6", "ipv4"]
     assert [family.name for family in families_named("ipv6")] == ["ipv6"]
     for text in ("", "ipv4,ipv4", "ipv6, ipv4", "ipv5"):
@@ -153,6 +153,6 @@ def test_families_of_a_bed_are_taken_in_the_order_in_which_they_are_named() -> N
     assert in_url("fd00:100::1") == "[fd00:100::1]"
 
 
-def test_a_node_that_does_not_exist_is_named_with_those_that_do() -> None:
+def test_a_missing_node_is_reported_with_the_existing_ones() -> None:
     with pytest.raises(ValueError, match=r"n3: no node of the bed\. It has n1, n2\."):
         node_named("n3")

@@ -136,7 +136,7 @@ def apply_dry(operator: Any, runs: Runs, folder: Path) -> str:
 
 
 @pytest.mark.operator_ends
-def test_without_the_webhook_the_same_is_told_before_the_first_pod_and_a_corrected_file_starts(
+def test_without_the_webhook_problems_are_reported_before_the_first_pod_and_can_be_corrected(
     operator: Any, runs: Runs, tmp_path: Path
 ) -> None:
     stored: dict[str, list[str]] = {}
@@ -171,7 +171,7 @@ def test_without_the_webhook_the_same_is_told_before_the_first_pod_and_a_correct
 
 
 @pytest.mark.operator_ends
-def test_a_run_that_was_stored_unchecked_can_be_suspended_marked_and_deleted(
+def test_a_run_that_was_stored_without_a_check_can_be_suspended_labelled_and_deleted(
     operator: Any, runs: Runs, tmp_path: Path
 ) -> None:
     name = "wrong-already"
@@ -201,7 +201,7 @@ def test_a_run_that_was_stored_unchecked_can_be_suspended_marked_and_deleted(
 
 
 @pytest.mark.long
-def test_of_a_run_of_another_controller_nothing_appears_and_nothing_is_written(
+def test_for_a_run_of_another_controller_no_object_is_created_and_nothing_is_written(
     runs: Runs,
 ) -> None:
     manifest = make_manifest("theirs", steps=20, changes={"managedBy": "example.com/other"})

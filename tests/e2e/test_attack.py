@@ -168,7 +168,7 @@ def stand(run: Run) -> dict[str, Any]:
     }
 
 
-def test_strangers_get_nothing_from_any_port_of_a_run_which_trains_on_to_its_end(
+def test_other_pods_get_nothing_from_any_port_of_a_run_which_trains_to_its_end(
     runs: Runs, elsewhere: str
 ) -> None:
     run = start_script(runs, "attacked")
@@ -205,9 +205,7 @@ def test_strangers_get_nothing_from_any_port_of_a_run_which_trains_on_to_its_end
     assert (run.restarts(), status["failures"]["withoutProgress"]) == ({}, 0)
 
 
-def test_a_secret_that_somebody_deletes_is_back_with_the_next_pod(
-    runs: Runs, faults: Any
-) -> None:
+def test_a_deleted_secret_is_restored_before_the_next_pod(runs: Runs, faults: Any) -> None:
     run = start_script(runs, "attacked")
     token = token_of(run)
     (secret,) = runs.list("secrets", f"evergrad.dev/run={run.name}")
@@ -219,7 +217,7 @@ def test_a_secret_that_somebody_deletes_is_back_with_the_next_pod(
     finish(run)
 
 
-def test_the_check_for_leaks_finds_what_it_looks_for() -> None:
+def test_the_check_for_leaks_detects_leaks() -> None:
     for port, answer in (
         (JOIN_PORT, '{"type":"welcome"}\n'),
         (JOIN_PORT, '{"type":"refused","message":"the group has s3cret"}\n'),

@@ -118,7 +118,9 @@ def room(cluster: Cluster) -> Iterator[Room]:
     made.api.delete(made.path)
 
 
-def test_pods_of_both_nodes_share_a_volume_as_any_user_and_know_names(room: Room) -> None:
+def test_pods_of_both_nodes_share_a_volume_as_any_user_and_resolve_names(
+    room: Room,
+) -> None:
     room.claim("data", "1Gi")
     for node in NODES:
         room.pod(f"writer-{node.name}", node.name, WRITER, "data")
@@ -127,7 +129,7 @@ def test_pods_of_both_nodes_share_a_volume_as_any_user_and_know_names(room: Room
         assert said == f"uid=10001 address={API_SERVICE} files=['writer-n1', 'writer-n2']\n"
 
 
-def test_a_small_volume_can_be_full_and_ends_with_its_claim(room: Room) -> None:
+def test_a_small_volume_can_become_full_and_is_deleted_with_its_claim(room: Room) -> None:
     room.claim("small", "32Mi")
     room.pod("filler", "n2", FILLER, "small")
     assert wait_for(lambda: room.log("filler")) == "ENOSPC\n"
@@ -137,9 +139,7 @@ def test_a_small_volume_can_be_full_and_ends_with_its_claim(room: Room) -> None:
     wait_for(lambda: not room.api.is_there(f"/api/v1/persistentvolumes/{volume}"))
 
 
-def test_faults_of_every_kind_pass_and_everything_is_back_afterwards(
-    room: Room, faults: Any
-) -> None:
+def test_faults_of_every_kind_are_reverted_completely(room: Room, faults: Any) -> None:
     room.claim("data", "64Mi")
     for node in NODES:
         room.pod(f"writer-{node.name}", node.name, WRITER, "data")

@@ -109,14 +109,14 @@ def _wait_for_refusal(apply: Callable[[], str]) -> None:
         time.sleep(0.5)
 
 
-def test_helm_test_finds_the_crd_the_rights_and_a_healthy_operator(
+def test_helm_test_checks_the_crd_the_permissions_and_the_health_of_the_operator(
     cluster: Any, operator: Any
 ) -> None:
     said = helm(cluster, operator.namespace, "test", "evergrad", "--timeout", "300s")
     assert "Phase:          Succeeded" in said
 
 
-def test_an_operator_of_one_namespace_starts_there_with_rights_there_only(
+def test_an_operator_of_one_namespace_starts_with_permissions_there_only(
     cluster: Any, operator: Any, namespace: str
 ) -> None:
     settings = [
@@ -179,7 +179,7 @@ def test_an_operator_of_one_namespace_starts_there_with_rights_there_only(
     assert [name for name in left.split() if "narrow" in name] == []
 
 
-def test_an_upgrade_brings_the_new_crd_and_an_uninstall_leaves_it_and_the_runs(
+def test_an_upgrade_installs_the_new_crd_and_an_uninstall_keeps_it_and_the_runs(
     cluster: Any, namespace: str, other_chart: Path
 ) -> None:
     settings = ["--set", "replicas=0,rbac.scope=namespaced,rbac.aggregatedRoles=false"]
@@ -265,7 +265,7 @@ def _read_example(cluster: Any) -> dict[str, Any]:
     return run
 
 
-def test_a_tightened_admission_policy_holds_up_no_run_of_before(
+def test_a_tightened_admission_policy_blocks_no_existing_run(
     cluster: Any, operator: Any, namespace: str
 ) -> None:
     del operator
@@ -314,7 +314,7 @@ def test_a_tightened_admission_policy_holds_up_no_run_of_before(
         helm(cluster, namespace, "uninstall", "rules")
 
 
-def test_the_admission_policy_refuses_what_it_names_and_nothing_else(
+def test_the_admission_policy_refuses_exactly_what_it_names(
     cluster: Any, operator: Any, namespace: str
 ) -> None:
     _install_rules(cluster, namespace)
@@ -369,7 +369,7 @@ def test_the_admission_policy_refuses_what_it_names_and_nothing_else(
 
 @pytest.mark.long
 @pytest.mark.operator_ends
-def test_the_table_of_runs_is_judged_alike_by_cel_and_by_the_webhook(
+def test_cel_and_the_webhook_accept_and_refuse_the_same_runs(
     cluster: Any, operator: Any, namespace: str
 ) -> None:
     recipe = _read_example(cluster)
@@ -431,7 +431,7 @@ def _put_profile(cluster: Any, namespace: str, text: str | None) -> None:
 
 
 @pytest.mark.long
-def test_the_operators_account_can_make_nothing_that_belongs_to_no_run(
+def test_the_operator_account_can_create_only_objects_of_runs(
     cluster: Any, operator: Any, namespace: str
 ) -> None:
     del operator

@@ -29,7 +29,7 @@ def name_of(pod: dict[str, Any]) -> str:
     return str(pod["metadata"]["name"])
 
 
-def test_a_run_is_submitted_followed_and_looked_at_to_its_end(runs: Runs, cli: Cli) -> None:
+def test_a_run_is_submitted_followed_and_inspected_to_its_end(runs: Runs, cli: Cli) -> None:
     file = cli.write(make_manifest("whole", steps=60))
     assert cli.ask("submit", file, "--dry-run")["result"] == "created"
     assert runs.get("trainingruns", "whole") is None
@@ -67,7 +67,7 @@ def test_a_run_is_submitted_followed_and_looked_at_to_its_end(runs: Runs, cli: C
 
 
 @pytest.mark.long
-def test_the_first_command_of_the_page_submits_a_run_and_watches_it_to_its_end(
+def test_the_first_command_of_the_page_submits_a_run_and_follows_it_to_its_end(
     runs: Runs, tmp_path: Path
 ) -> None:
     (tmp_path / "trainingrun.yaml").write_text(
@@ -121,9 +121,7 @@ def test_suspend_resume_and_restart_wait_for_their_effect(runs: Runs, cli: Cli) 
     assert len(attempts) >= 3, output
 
 
-def test_what_cannot_work_is_told_with_its_place_and_what_to_do(
-    runs: Runs, cli: Cli
-) -> None:
+def test_invalid_commands_are_reported_with_path_and_remedy(runs: Runs, cli: Cli) -> None:
     manifest = make_manifest(
         "wrong",
         steps=20,
@@ -170,7 +168,7 @@ def test_a_wait_ends_for_a_run_that_is_held_until_a_person_acts(
         runs.kubectl("delete", "configmap", "evergrad-profile")
 
 
-def test_doctor_finds_nothing_wrong_and_tells_a_user_what_lacks(
+def test_doctor_reports_no_failure_and_tells_a_user_what_is_missing(
     runs: Runs, cli: Cli, tmp_path: Path
 ) -> None:
     found = {check["name"]: check["state"] for check in cli.ask("doctor")["checks"]}
@@ -217,7 +215,7 @@ def test_the_page_of_a_run_is_opened_through_a_forwarded_port(runs: Runs, cli: C
     assert not page.file.exists()
 
 
-def test_the_page_of_all_runs_is_reached_by_port_forward_alone(
+def test_the_fleet_page_is_reached_by_port_forward_only(
     operator: Any, runs: Runs, cli: Cli
 ) -> None:
     cli.call("submit", cli.write(make_manifest("listed", steps=20)))
@@ -234,7 +232,7 @@ def test_the_page_of_all_runs_is_reached_by_port_forward_alone(
 
 
 @pytest.mark.long
-def test_prune_deletes_what_is_left_of_complete_runs_and_keeps_the_only_checkpoints(
+def test_prune_deletes_leftovers_of_complete_runs_and_keeps_the_only_checkpoints(
     runs: Runs, cli: Cli
 ) -> None:
     whole = runs.start("whole", steps=20, nodes={"min": 1, "max": 1})

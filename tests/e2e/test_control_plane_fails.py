@@ -48,7 +48,7 @@ def test_09_a_killed_operator_changes_nothing_and_its_successor_writes_nothing_n
 
 @pytest.mark.long
 @pytest.mark.operator_ends
-def test_09_an_operator_killed_while_it_makes_a_run_leaves_the_same_children(
+def test_09_an_operator_killed_while_it_creates_a_run_leaves_the_same_children(
     runs: Runs, operator: Any, faults: Any
 ) -> None:
     for number in range(3):
@@ -66,7 +66,7 @@ def test_09_an_operator_killed_while_it_makes_a_run_leaves_the_same_children(
 
 @pytest.mark.long
 @pytest.mark.operator_ends
-def test_the_page_of_its_alert_shows_the_lease_and_the_last_words_of_an_operator_that_ended(
+def test_the_runbook_shows_the_lease_and_the_last_log_lines_of_an_operator_that_ended(
     cluster: Any, operator: Any, faults: Any, tmp_path: Path
 ) -> None:
     pod = operator.pod()["metadata"]["name"]
@@ -83,7 +83,7 @@ def test_the_page_of_its_alert_shows_the_lease_and_the_last_words_of_an_operator
 
 @pytest.mark.operator_ends
 @pytest.mark.operator_errors(API_AWAY)
-def test_11_a_restarted_api_server_and_etcd_are_not_noticed(
+def test_11_a_restarted_api_server_and_etcd_do_not_disturb_a_run(
     runs: Runs, faults: Any, reference: Reference
 ) -> None:
     run = start(runs, "undisturbed")
@@ -105,7 +105,7 @@ def test_11_a_restarted_api_server_and_etcd_are_not_noticed(
 # restarted is asserted for every test.
 @pytest.mark.long
 @pytest.mark.operator_errors(API_AWAY)
-def test_two_outages_of_a_minute_are_waited_for(
+def test_the_operator_survives_two_outages_of_a_minute(
     runs: Runs, operator: Any, faults: Any
 ) -> None:
     run = start(runs, "outlasting")
@@ -125,7 +125,7 @@ def test_two_outages_of_a_minute_are_waited_for(
     assert operator.restarts() == before
 
 
-def test_13_a_deleted_run_ends_in_grace_and_keeps_its_data(runs: Runs) -> None:
+def test_13_a_deleted_run_ends_gracefully_and_keeps_its_data(runs: Runs) -> None:
     run = start(runs, "deleted")
     directory, step = run.directory(), run.newest_step()
     runs.kubectl("delete", RESOURCE, "deleted", "--wait=true")

@@ -198,7 +198,7 @@ DECODING = {
 
 
 @pytest.mark.parametrize("case", TABLE, ids=[case["name"] for case in TABLE])
-def test_what_the_api_server_refuses_by_itself_the_loader_refuses_at_the_same_path(
+def test_what_the_api_server_refuses_the_loader_refuses_at_the_same_path(
     case: dict[str, Any], server: Server
 ) -> None:
     refusal = server.refusal(changed(case["set"]))
@@ -271,7 +271,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize(("changes", "words"), ALONE.values(), ids=ALONE)
-def test_structure_types_bounds_and_a_few_rules_are_held_by_the_api_server_alone(
+def test_the_api_server_alone_enforces_structure_types_bounds_and_a_few_rules(
     changes: dict[str, Any], words: str, server: Server
 ) -> None:
     assert words in str(
@@ -286,7 +286,7 @@ def test_structure_types_bounds_and_a_few_rules_are_held_by_the_api_server_alone
     )
 
 
-def test_an_unknown_key_is_taken_in_so_that_the_whole_validation_can_name_it(
+def test_an_unknown_key_is_stored_so_that_the_validation_can_name_it(
     server: Server,
 ) -> None:
     run = changed(
@@ -296,7 +296,7 @@ def test_an_unknown_key_is_taken_in_so_that_the_whole_validation_can_name_it(
 
 
 @pytest.mark.parametrize("changes", GOOD.values(), ids=GOOD)
-def test_what_is_right_at_the_edge_is_taken(
+def test_valid_values_at_the_bounds_are_accepted(
     changes: dict[str, Any], server: Server
 ) -> None:
     assert (
@@ -315,7 +315,7 @@ def test_what_is_right_at_the_edge_is_taken(
 @pytest.mark.parametrize(
     "path", [*EXAMPLES, UNIT / "script_manifest.yaml"], ids=lambda path: path.parent.name
 )
-def test_the_examples_are_taken_as_they_are(path: Path, server: Server) -> None:
+def test_the_examples_are_accepted_unchanged(path: Path, server: Server) -> None:
     assert server.refusal(as_kubectl_sends(load_manifest(path).raw)) is None
 
 
@@ -333,7 +333,9 @@ def test_applying_the_same_file_again_changes_nothing(server: Server) -> None:
 MUTANTS = 300
 
 
-def test_the_server_takes_whatever_the_loader_takes(server: Server, tmp_path: Path) -> None:
+def test_the_server_accepts_everything_that_the_loader_accepts(
+    server: Server, tmp_path: Path
+) -> None:
     mutations = load_by_path(UNIT / "test_config_mutations.py")
     path, apart, refused = tmp_path / "mutant.yaml", {}, 0
     for seed in range(MUTANTS):
@@ -374,7 +376,7 @@ FIXED = {
 }
 
 
-def test_a_run_may_change_its_mind_about_its_volume_being_deleted(server: Server) -> None:
+def test_the_storage_setting_when_deleted_may_change(server: Server) -> None:
     name = f"mind-{uuid.uuid4().hex[:8]}"
     live = server.create(changed({"metadata.name": name, "spec.storage": {"size": "1Gi"}}))
     storage = {"size": "1Gi", "whenDeleted": "Delete"}
@@ -384,7 +386,7 @@ def test_a_run_may_change_its_mind_about_its_volume_being_deleted(server: Server
 
 
 @pytest.mark.parametrize("changes", FIXED.values(), ids=FIXED)
-def test_what_is_fixed_stays_fixed(changes: dict[str, Any], server: Server) -> None:
+def test_fixed_fields_cannot_change(changes: dict[str, Any], server: Server) -> None:
     name = f"fixed-{uuid.uuid4().hex[:8]}"
     live = server.create(changed({"metadata.name": name}))
     other = changed(
@@ -401,7 +403,7 @@ def test_what_is_fixed_stays_fixed(changes: dict[str, Any], server: Server) -> N
     assert said in str(refused.value) and "Make a new TrainingRun" in str(refused.value)
 
 
-def test_a_run_that_was_refused_before_it_began_may_change_as_a_whole(
+def test_a_run_that_was_refused_before_its_start_may_change_as_a_whole(
     server: Server,
 ) -> None:
     def refuse(**further: str) -> None:
@@ -452,7 +454,7 @@ MUTABLE = {
 }
 
 
-def test_what_is_operational_may_change(server: Server) -> None:
+def test_operational_fields_may_change(server: Server) -> None:
     run = changed({"metadata.name": "operational"})
     server.apply(run)
     changes = {path: "null" if value is None else value for path, value in MUTABLE.items()}
@@ -464,7 +466,9 @@ def test_what_is_operational_may_change(server: Server) -> None:
     )
 
 
-def test_a_null_is_what_is_left_out_and_a_needed_one_is_refused(server: Server) -> None:
+def test_a_null_counts_as_omitted_and_a_null_of_a_required_field_is_refused(
+    server: Server,
+) -> None:
     run = changed({})
     run["spec"]["workersPerNode"] = None
     run["spec"]["training"]["schedule"]["decay"] = None
@@ -503,7 +507,7 @@ def _until(holds: Callable[[], bool]) -> None:
     raise AssertionError("the API server has not taken the schema in")
 
 
-def test_a_server_that_reckons_with_the_longest_texts_takes_the_definition(
+def test_a_server_that_budgets_for_the_longest_texts_accepts_the_definition(
     server: Server,
 ) -> None:
     # Before 1.34 the length of an int-or-string counts as three megabytes in the budget of rules, whatever
@@ -562,7 +566,7 @@ STATUS: Object = {
 }
 
 
-def test_kubectl_get_shows_what_the_status_says(server: Server) -> None:
+def test_kubectl_get_shows_the_status(server: Server) -> None:
     server.apply(changed({"metadata.name": "columns"}))
     body = {
         "apiVersion": f"{GROUP}/v1alpha1",
@@ -635,12 +639,12 @@ def test_kubectl_explains_every_field(server: Server) -> None:
     } <= set(fields)
 
 
-def test_the_status_is_no_part_of_the_object_that_users_write(server: Server) -> None:
+def test_users_cannot_write_the_status_with_the_object(server: Server) -> None:
     created = server.create(changed({"metadata.name": "mine"}) | {"status": STATUS})
     assert created.get("status", UNSEEN) == UNSEEN
 
 
-def test_a_run_that_nobody_has_seen_has_a_status_that_tools_wait_for(
+def test_a_run_without_an_operator_has_a_default_status_that_tools_wait_for(
     server: Server,
 ) -> None:
     server.apply(changed({"metadata.name": "unseen"}))

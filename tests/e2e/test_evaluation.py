@@ -55,7 +55,7 @@ def wait_until_evaluated(
 
 
 @pytest.mark.capability("C-2")
-def test_each_checkpoint_is_evaluated_once_although_one_is_kept_with_the_bits_of_the_command(
+def test_each_checkpoint_is_evaluated_once_with_the_bits_of_the_command_while_one_is_kept(
     runs: Runs,
 ) -> None:
     run = runs.start(
@@ -81,7 +81,7 @@ def test_each_checkpoint_is_evaluated_once_although_one_is_kept_with_the_bits_of
 
 
 @pytest.mark.long
-def test_a_pod_that_is_killed_is_replaced_and_the_result_is_the_same(runs: Runs) -> None:
+def test_a_killed_evaluation_pod_is_replaced_and_the_result_is_the_same(runs: Runs) -> None:
     # No host has this label: the first pod is there for as long as the test needs it.
     nowhere = {**SECTION, "nodeSelector": {"evergrad.dev/nowhere": "yes"}}
     run = runs.start(

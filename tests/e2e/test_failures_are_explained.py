@@ -87,7 +87,7 @@ def test_12_a_wrong_data_path_fails_at_once_and_names_the_field(
     assert "/documents/nowhere.jsonl" in shown
 
 
-def test_12_a_wrong_shape_fails_at_once_and_says_what_fits(runs: Runs) -> None:
+def test_12_a_wrong_shape_fails_at_once_and_reports_what_fits(runs: Runs) -> None:
     run = runs.start(
         "wrong-shape", steps=20, training={"model": {"config": {"num_attention_heads": 3}}}
     )
@@ -100,7 +100,7 @@ def test_12_a_wrong_shape_fails_at_once_and_says_what_fits(runs: Runs) -> None:
     assert len(run.pods()) <= 2
 
 
-def test_12_out_of_memory_ends_after_its_budget_and_says_so(
+def test_12_out_of_memory_ends_after_its_budget_with_that_reason(
     runs: Runs, shell: Shell
 ) -> None:
     run = runs.start(
@@ -116,12 +116,12 @@ def test_12_out_of_memory_ends_after_its_budget_and_says_so(
     assert "OutOfMemory" in shown
 
 
-def test_12_an_image_that_does_not_exist_is_waited_for_with_a_reason(runs: Runs) -> None:
+def test_12_a_missing_image_is_waited_for_with_a_reason(runs: Runs) -> None:
     run = runs.start("no-image", steps=20, image="localhost/no-such-image:v1")
     expect_waiting(run, "ImagePullFailed", "localhost/no-such-image:v1")
 
 
-def test_12_an_exceeded_quota_is_waited_for_and_trains_when_there_is_room(
+def test_12_an_exhausted_quota_is_waited_for_and_the_run_trains_when_quota_is_available(
     runs: Runs,
 ) -> None:
     quota = {
@@ -141,7 +141,7 @@ def test_12_an_exceeded_quota_is_waited_for_and_trains_when_there_is_room(
     run.wait_for_phase("Complete")
 
 
-def test_12_no_node_that_fits_is_waited_for_with_the_schedulers_words(
+def test_12_unschedulable_pods_are_waited_for_with_the_message_of_the_scheduler(
     runs: Runs, shell: Shell
 ) -> None:
     run = runs.start(
@@ -199,7 +199,7 @@ def call_in_pod(run: Run, *command: str) -> str:
 
 
 @pytest.mark.long
-def test_12_a_volume_that_fills_up_is_an_unhealthy_checkpoint_until_there_is_room(
+def test_12_a_volume_that_fills_up_is_an_unhealthy_checkpoint_until_space_is_free(
     runs: Runs,
 ) -> None:
     if not runs.cluster.is_bed:
@@ -246,7 +246,7 @@ def saved_step(run: Run) -> int:
     return int(run.status().get("checkpoint", {}).get("step") or 0)
 
 
-def test_12_what_a_run_deleted_without_its_children_leaves_is_removed_by_one_command(
+def test_12_leftovers_of_a_run_deleted_without_its_children_are_removed_by_one_command(
     runs: Runs,
 ) -> None:
     run = runs.start("left", steps=1_000_000)
@@ -282,7 +282,7 @@ def test_12_a_limit_range_that_refuses_the_coordinator_names_what_can_be_changed
     expect_waiting(run, "AdmissionRefused", "Change the LimitRange", "runs.coordinator")
 
 
-def test_12_a_script_that_raises_in_one_rank_names_the_rank_and_its_last_words(
+def test_12_a_script_that_raises_in_one_rank_is_reported_with_the_rank_and_its_last_output(
     runs: Runs,
 ) -> None:
     text = (
@@ -304,7 +304,7 @@ def test_12_a_script_that_raises_in_one_rank_names_the_rank_and_its_last_words(
     expect_failed(run, "UserError", "ValueError: the eighth sin", "rank 1")
 
 
-def test_secrets_are_only_ever_referred_to(runs: Runs, operator: Any) -> None:
+def test_secrets_appear_only_as_references(runs: Runs, operator: Any) -> None:
     secret = "canary-s3cr3t"
     runs.kubectl("create", "secret", "generic", "token", f"--from-literal=token={secret}")
     env = [

@@ -42,7 +42,7 @@ def scheduler(
         one.remove()
 
 
-def test_two_gangs_that_fit_one_after_the_other_never_hold_half_of_the_places_each(
+def test_two_gangs_that_fit_one_after_the_other_never_hold_half_of_their_places_each(
     runs: Runs, scheduler: Coscheduling, faults: Any
 ) -> None:
     del scheduler
@@ -52,14 +52,14 @@ def test_two_gangs_that_fit_one_after_the_other_never_hold_half_of_the_places_ea
     }
 
 
-def test_a_lost_pod_of_a_gang_is_replaced_and_nodes_above_the_minimum_come_one_by_one(
+def test_a_lost_pod_of_a_gang_is_replaced_and_nodes_above_the_minimum_join_one_by_one(
     runs: Runs, scheduler: Coscheduling, faults: Any
 ) -> None:
     del scheduler
     grow_and_replace(runs, faults, GROUPS)
 
 
-def test_without_its_type_a_run_waits_with_words_and_begins_once_it_is_there(
+def test_without_the_group_type_a_run_waits_with_a_message_and_starts_once_it_exists(
     runs: Runs, scheduler: Coscheduling, faults: Any
 ) -> None:
     faults.set_gpus("n1", 2, resource=PLACE)

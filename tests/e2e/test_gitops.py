@@ -85,7 +85,7 @@ class Git:
         return {"metadata": metadata, "spec": raw["spec"]}
 
 
-def test_through_a_whole_run_no_diff_and_no_apply_shows_or_makes_a_change(
+def test_throughout_a_run_no_diff_and_no_apply_shows_or_makes_a_change(
     runs: Runs, faults: Any
 ) -> None:
     git = Git(runs, make_manifest("in-git", steps=ENDLESS))
@@ -140,7 +140,7 @@ def sample_until(git: Git, run: Run, *phases: str) -> set[str]:
     [("Preparing", {"preparation": SECTION}), ("Starting", {})],
     ids=["preparing", "starting"],
 )
-def test_at_no_moment_from_the_first_to_the_last_a_diff_or_an_apply_shows_a_change(
+def test_continuous_diffs_and_applies_show_no_change_from_start_to_end(
     runs: Runs, held: str, changes: dict[str, Any]
 ) -> None:
     """The pods wait for a ConfigMap, so that a slow machine is seen in this phase as a quick one is."""
@@ -221,7 +221,7 @@ def test_an_edit_of_the_recipe_is_refused_with_its_field_and_changes_nothing(
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_argo_cds_engine_trains_one_wave_after_the_other_and_prunes_what_git_has_no_more(
+def test_the_argo_cd_engine_trains_wave_after_wave_and_prunes_runs_removed_from_git(
     runs: Runs, cluster: Any
 ) -> None:
     def make_file(name: str, *, wave: int) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def test_argo_cds_engine_trains_one_wave_after_the_other_and_prunes_what_git_has
     assert runs.get("persistentvolumeclaims", "second") is not None
 
 
-def test_the_scripts_for_argo_cd_are_applied_beside_what_its_config_map_has(
+def test_the_argo_cd_scripts_are_applied_in_addition_to_its_existing_config_map(
     cluster: Any, tmp_path: Path
 ) -> None:
     if not cluster.is_bed:
@@ -293,7 +293,7 @@ def test_the_scripts_for_argo_cd_are_applied_beside_what_its_config_map_has(
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_the_experiments_of_the_example_are_complete_without_git_as_its_page_says(
+def test_the_experiments_of_the_example_complete_without_git_as_on_its_page(
     runs: Runs, tmp_path: Path
 ) -> None:
     shell = Shell(runs.cluster, tmp_path, namespace=runs.namespace)

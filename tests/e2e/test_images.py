@@ -146,7 +146,7 @@ def described(image: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("user", PEOPLE)
-def test_the_trainer_says_its_version_and_checks_a_run_as_any_user(
+def test_the_trainer_prints_its_version_and_validates_a_run_as_any_user(
     trainer_image: str, volume: Path, user: str
 ) -> None:
     assert told_by(trainer_image, "--version", user=user).startswith("evergrad ")
@@ -169,7 +169,7 @@ def test_the_trainer_trains_with_a_read_only_root_and_no_network(
     assert json.loads((volume / "run/complete.json").read_text())["step"] == 4
 
 
-def test_the_trainers_image_has_what_adapters_need(
+def test_the_trainer_image_has_the_packages_for_adapters(
     trainer_image: str, volume: Path
 ) -> None:
     adapted = ["--set", "spec.training.model={path: /volume/base, lora: {rank: 2}}"]
@@ -194,7 +194,7 @@ def test_operator_and_coordinator_start_as_any_user(operator_image: str, user: s
     )
 
 
-def test_an_operator_without_a_cluster_says_so_in_one_line(operator_image: str) -> None:
+def test_an_operator_without_a_cluster_prints_a_one_line_error(operator_image: str) -> None:
     done = run_in(
         operator_image,
         "--all-namespaces",
@@ -215,7 +215,7 @@ def test_an_operator_without_a_cluster_says_so_in_one_line(operator_image: str) 
         ("trainer_image", ("kubernetes", "kopf", "evergrad_operator", "pip")),
     ],
 )
-def test_an_image_holds_nothing_of_the_other(
+def test_each_image_excludes_the_packages_of_the_other(
     image: str, absent: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
     program = f"import importlib.util as u; print([n for n in {absent} if u.find_spec(n)])"
@@ -226,7 +226,7 @@ def test_an_image_holds_nothing_of_the_other(
 
 
 @pytest.mark.parametrize("image", ["operator_image", "trainer_image"])
-def test_an_image_holds_no_compiler_no_cache_and_nothing_of_the_machine_it_was_built_on(
+def test_an_image_contains_no_compiler_no_cache_and_nothing_of_the_build_machine(
     image: str, request: pytest.FixtureRequest
 ) -> None:
     # The one for CUDA compiles models by default.
@@ -248,7 +248,7 @@ def test_an_image_holds_no_compiler_no_cache_and_nothing_of_the_machine_it_was_b
         assert word not in history
 
 
-def test_the_base_image_offers_the_compiler_of_the_image_for_cuda(
+def test_the_base_image_can_install_the_compiler_of_the_cuda_image(
     built: tuple[str, ...],
 ) -> None:
     # Where there is a CPU build of torch, nothing else builds that image.
@@ -263,7 +263,7 @@ def test_the_base_image_offers_the_compiler_of_the_image_for_cuda(
 
 
 @pytest.mark.parametrize("image", ["operator_image", "trainer_image"])
-def test_everything_in_an_image_is_compiled_and_nothing_may_be_changed(
+def test_everything_in_an_image_is_compiled_and_read_only(
     image: str, request: pytest.FixtureRequest
 ) -> None:
     program = (
@@ -284,7 +284,7 @@ def test_everything_in_an_image_is_compiled_and_nothing_may_be_changed(
         ("trainer_image", ["evergrad"]),
     ],
 )
-def test_an_image_says_what_it_is(
+def test_an_image_has_its_user_entrypoint_and_labels(
     image: str, entrypoint: list[str], request: pytest.FixtureRequest
 ) -> None:
     settings = described(request.getfixturevalue(image))["Config"]
@@ -301,7 +301,7 @@ def test_an_image_says_what_it_is(
 
 
 @pytest.mark.long
-def test_another_commit_changes_what_an_image_says_and_none_of_its_layers(
+def test_another_commit_changes_only_the_labels_of_an_image_and_none_of_its_layers(
     operator_image: str,
 ) -> None:
     before = described(operator_image)
@@ -318,7 +318,7 @@ def test_another_commit_changes_what_an_image_says_and_none_of_its_layers(
     assert described(operator_image)["Config"] == before["Config"]
 
 
-def test_a_second_build_of_the_same_does_nothing(
+def test_a_second_build_of_the_same_sources_does_nothing(
     built: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     del built

@@ -88,7 +88,7 @@ def monitor_and_upgrade(shell: Shell, operator: Operator) -> None:
     assert re.search(r"metrics:\n +enabled: true", values)
 
 
-def test_the_pages_for_those_who_install_are_played_in_their_order(
+def test_the_pages_for_administrators_are_executed_in_order(
     operator: Operator, shell: Shell
 ) -> None:
     install_for_one_team(shell)

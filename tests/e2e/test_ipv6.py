@@ -147,13 +147,13 @@ def kill(run: Run, index: int) -> None:
     run.runs.kubectl("delete", "pod", name, "--grace-period=0", "--force", "--wait=false")
 
 
-def test_read_place_knows_both_families() -> None:
+def test_read_place_parses_both_address_families() -> None:
     assert read_place("0100007F:1F90") == ("127.0.0.1", 8080)
     assert read_place("0000000000000000FFFF00000B00690A:0050") == ("10.105.0.11", 80)
     assert read_place("050100FD000000000000000001000000:192B") == ("fd00:105::1", 6443)
 
 
-def test_nodes_train_with_each_other_over_ipv6_through_a_killed_pod(
+def test_nodes_train_over_ipv6_and_recover_from_a_killed_pod(
     cluster: OtherBed, runs: Runs, cli: Cli
 ) -> None:
     run = runs.start("six", steps=ENDLESS, resources=SPREAD)
@@ -199,7 +199,7 @@ def test_nodes_train_with_each_other_over_ipv6_through_a_killed_pod(
     assert run.repeated_steps() == 0
 
 
-def test_a_script_meets_over_ipv6_again_after_a_killed_pod_and_completes(
+def test_a_script_rejoins_over_ipv6_after_a_killed_pod_and_completes(
     runs: Runs,
 ) -> None:
     run = start_script(runs, "script")
@@ -221,7 +221,7 @@ def test_a_recipe_completes_over_ipv6(runs: Runs) -> None:
     assert {row["world_size"] for row in run.rows()} == {2}
 
 
-def test_the_operator_is_asked_over_ipv6_and_refuses_in_its_own_words(
+def test_the_webhook_is_called_over_ipv6_and_refuses_with_its_own_message(
     cluster: OtherBed, operator: Operator, runs: Runs, cli: Cli
 ) -> None:
     pod = operator.pod()

@@ -179,7 +179,7 @@ def wait_until_replaced(watch: Watch, runs: Runs, faults: Any, run: Run) -> None
 
 
 @pytest.mark.operator_ends
-def test_every_query_of_panels_alerts_and_pages_is_answered_from_real_runs(
+def test_every_query_of_panels_alerts_and_pages_has_a_result_from_real_runs(
     watch: Watch, runs: Runs, faults: Any
 ) -> None:
     watched, prepared = start_watched(runs, faults), start_prepared(runs)

@@ -38,7 +38,7 @@ def start_spread(runs: Runs, name: str) -> tuple[Run, dict[int, str]]:
 # The operator may be on the frozen node: it goes on there without its lease, and ends.
 @pytest.mark.operator_ends
 @pytest.mark.operator_errors("ends: ", API_AWAY)
-def test_05_a_frozen_node_is_left_behind_and_its_ghost_writes_nothing(
+def test_05_a_frozen_node_is_excluded_and_its_stale_processes_write_nothing(
     runs: Runs, faults: Any, reference: Reference
 ) -> None:
     run, places = start_spread(runs, "frozen")
@@ -77,7 +77,7 @@ def test_05_a_frozen_node_is_left_behind_and_its_ghost_writes_nothing(
 @pytest.mark.long
 @pytest.mark.operator_ends
 @pytest.mark.operator_errors("ends: ", API_AWAY)
-def test_17_both_nodes_lost_at_once_cost_the_steps_after_the_last_checkpoint(
+def test_17_both_nodes_lost_together_cost_the_steps_after_the_last_checkpoint(
     runs: Runs, faults: Any, reference: Reference
 ) -> None:
     run, _ = start_spread(runs, "dark")
@@ -101,7 +101,7 @@ def test_17_both_nodes_lost_at_once_cost_the_steps_after_the_last_checkpoint(
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.operator_ends
-def test_a_run_below_its_minimum_gives_its_pods_back_and_another_uses_the_hosts(
+def test_a_run_below_its_minimum_releases_its_pods_and_another_uses_the_hosts(
     runs: Runs, operator: Any, faults: Any
 ) -> None:
     faults.set_gpus("n1", 1, resource=PLACE)

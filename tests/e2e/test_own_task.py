@@ -17,7 +17,7 @@ OWN = {
 
 
 @pytest.mark.long
-def test_an_own_task_on_three_pods_under_chaos_has_the_bits_of_the_undisturbed_run(
+def test_a_user_task_on_three_pods_under_chaos_is_bit_equal_to_the_undisturbed_run(
     runs: Runs, faults: Any, reference: Reference
 ) -> None:
     """The example's loss is pretraining's, so that both runs must have the same losses, bit by bit."""
@@ -36,7 +36,7 @@ def test_an_own_task_on_three_pods_under_chaos_has_the_bits_of_the_undisturbed_r
     assert all(0 <= row["metrics"]["accuracy"] <= 1 for row in run.rows())
 
 
-def test_an_error_of_an_own_tasks_code_fails_the_run_with_its_file_and_line(
+def test_an_error_in_user_task_code_fails_the_run_with_its_file_and_line(
     runs: Runs,
 ) -> None:
     working = OWN["files"]["averaged.py"]  # type: ignore[index]

@@ -30,7 +30,7 @@ def _gangs(cluster: Any, operator: Any) -> Iterator[None]:
     operator.upgrade()
 
 
-def test_two_gangs_that_fit_one_after_the_other_never_hold_half_of_the_places_each(
+def test_two_gangs_that_fit_one_after_the_other_never_hold_half_of_their_places_each(
     runs: Runs, faults: Any
 ) -> None:
     second = place_one_gang_after_the_other(runs, faults, GROUPS)
@@ -56,7 +56,7 @@ def test_two_gangs_that_fit_one_after_the_other_never_hold_half_of_the_places_ea
     assert "schedulingGroup" not in coordinator["spec"]
 
 
-def test_a_lost_pod_is_replaced_nodes_above_the_minimum_come_alone_and_the_minimum_can_change(
+def test_a_lost_pod_is_replaced_extra_nodes_join_alone_and_the_minimum_can_change(
     runs: Runs, faults: Any
 ) -> None:
     run = grow_and_replace(runs, faults, GROUPS)

@@ -71,7 +71,7 @@ def make_objects(runs: Runs) -> None:
 
 
 @pytest.mark.operator_ends
-def test_data_are_fetched_by_an_init_container_with_an_allowed_accounts_token(
+def test_an_init_container_fetches_data_with_the_token_of_an_allowed_service_account(
     runs: Runs, allowed: None
 ) -> None:
     make_objects(runs)
@@ -91,13 +91,13 @@ def test_data_are_fetched_by_an_init_container_with_an_allowed_accounts_token(
     assert coordinator["spec"]["serviceAccountName"] == "default"
 
 
-def test_an_account_that_is_not_allowed_is_refused_as_it_is_applied(runs: Runs) -> None:
+def test_a_service_account_that_is_not_allowed_is_refused_by_apply(runs: Runs) -> None:
     with pytest.raises(AssertionError, match="it allows none"):
         runs.start("refused", steps=ENDLESS, template=TEMPLATE, training=DATA)
     assert runs.list("trainingruns") == []
 
 
-def test_an_init_container_that_fails_is_named_with_its_last_words(runs: Runs) -> None:
+def test_an_init_container_that_fails_is_reported_with_its_last_output(runs: Runs) -> None:
     template = {
         "initContainers": [
             {"name": "fetch", "command": ["sh", "-c", "echo no such bucket; exit 3"]}
@@ -114,7 +114,7 @@ def test_an_init_container_that_fails_is_named_with_its_last_words(runs: Runs) -
     assert "exit code 3: init container fetch: no such bucket" in condition["message"]
 
 
-def test_a_pod_that_writes_more_than_its_limit_is_evicted_and_the_run_says_what_to_do(
+def test_a_pod_that_exceeds_its_disk_limit_is_evicted_and_the_run_names_the_remedy(
     runs: Runs,
 ) -> None:
     fill = "head -c 200M /dev/zero >/tmp/large; sleep 1000"
@@ -146,7 +146,7 @@ while not pathlib.Path("end").exists():
 """
 
 
-def test_a_script_has_values_of_other_objects_and_a_volume_for_its_pod_alone(
+def test_a_script_can_use_values_of_other_objects_and_a_volume_for_its_pod_alone(
     runs: Runs,
 ) -> None:
     runs.kubectl("create", "configmap", "script", f"--from-literal=train.py={SCRIPT}")

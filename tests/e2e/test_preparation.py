@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 SECTION = {"resources": {"requests": {"cpu": "50m", "memory": "128Mi"}}}
 
 
-def test_a_pod_prepares_then_nodes_train_and_a_second_run_finds_the_same_data(
+def test_a_pod_prepares_then_nodes_train_and_a_second_run_reuses_the_data(
     runs: Runs,
 ) -> None:
     first = runs.start("prepared-one", steps=20, preparation=SECTION)
@@ -36,7 +36,7 @@ def test_a_pod_prepares_then_nodes_train_and_a_second_run_finds_the_same_data(
     assert len(shared) == 1, [one.name for one in shared]
 
 
-def test_a_mistake_in_the_data_fails_the_run_before_a_node_is_asked_for(runs: Runs) -> None:
+def test_a_mistake_in_the_data_fails_the_run_before_a_node_is_requested(runs: Runs) -> None:
     sources = [{"name": "docs", "type": "jsonl", "path": "/documents/nowhere.jsonl"}]
     run = runs.start(
         "unprepared", steps=20, preparation=SECTION, training={"data": {"sources": sources}}

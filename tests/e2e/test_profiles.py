@@ -35,7 +35,7 @@ def profile(runs: Runs, text: str) -> Iterator[None]:
         runs.kubectl("delete", "configmap", "evergrad-profile")
 
 
-def test_a_run_keeps_its_namespaces_profile_and_a_restart_takes_the_new_one(
+def test_a_run_keeps_its_namespace_profile_and_a_restart_takes_the_new_one(
     runs: Runs,
 ) -> None:
     with profile(runs, "defaults: {template: {labels: {cost-center: '1'}}}"):
@@ -68,7 +68,7 @@ def test_a_run_keeps_its_namespaces_profile_and_a_restart_takes_the_new_one(
         run.wait_for_phase("Suspended")
 
 
-def test_a_wrong_profile_is_named_and_the_run_begins_when_it_is_corrected(
+def test_an_invalid_profile_is_reported_and_the_run_starts_when_it_is_corrected(
     runs: Runs,
 ) -> None:
     with profile(runs, "defaults: {imge: x}"):
@@ -83,7 +83,7 @@ def test_a_wrong_profile_is_named_and_the_run_begins_when_it_is_corrected(
 
 
 @pytest.mark.operator_ends
-def test_an_rdma_device_comes_with_the_right_to_lock_memory_where_a_profile_allows_it(
+def test_an_rdma_device_comes_with_the_memlock_capability_if_a_profile_allows_it(
     runs: Runs, operator: Any, faults: Any
 ) -> None:
     faults.set_gpus("n1", 1, resource=DEVICE)

@@ -346,7 +346,7 @@ def ended_at(pod: dict[str, Any]) -> float:
     return max(parse_time(text) or 0.0 for text in texts)
 
 
-def test_quota_is_given_back_on_completion(queue: Queue) -> None:
+def test_quota_is_released_on_completion(queue: Queue) -> None:
     with watched(queue) as seen:
         run = queue.start("complete", steps=60)
         run.wait_for_phase("Complete")
@@ -363,7 +363,7 @@ def test_quota_is_given_back_on_completion(queue: Queue) -> None:
     )
 
 
-def test_quota_is_given_back_on_failure_and_the_next_run_starts(queue: Queue) -> None:
+def test_quota_is_released_on_failure_and_the_next_run_starts(queue: Queue) -> None:
     sources = [{"name": "docs", "type": "jsonl", "path": "/documents/nowhere.jsonl"}]
     run = queue.start("wrong", nodes=(3, 3), training={"data": {"sources": sources}})
     # Wait for this run's admission before the next run starts, so that the next run has to wait.
@@ -384,7 +384,7 @@ def test_quota_is_given_back_on_failure_and_the_next_run_starts(queue: Queue) ->
     )
 
 
-def test_quota_is_given_back_on_suspension_and_a_run_resumes_with_a_quota_for_one_gang(
+def test_quota_is_released_on_suspension_and_a_run_resumes_with_a_quota_for_one_gang(
     queue: Queue,
 ) -> None:
     run = queue.start("paused")
@@ -402,7 +402,7 @@ def test_quota_is_given_back_on_suspension_and_a_run_resumes_with_a_quota_for_on
     assert queue.used() == 3 * NODE
 
 
-def test_quota_is_given_back_on_deletion(queue: Queue) -> None:
+def test_quota_is_released_on_deletion(queue: Queue) -> None:
     run = queue.start("deleted")
     run.wait_for_pods(0, 1, 2)
     with watched(queue) as seen:
@@ -426,7 +426,7 @@ def test_a_run_that_is_deleted_in_the_queue_never_takes_quota(queue: Queue) -> N
 
 
 @pytest.mark.operator_ends
-def test_quota_is_given_back_on_deletion_without_an_operator(
+def test_quota_is_released_on_deletion_without_an_operator(
     queue: Queue, operator: Any
 ) -> None:
     run = queue.start("orphaned")
@@ -438,7 +438,7 @@ def test_quota_is_given_back_on_deletion_without_an_operator(
     seen.assert_given_back(run)
 
 
-def test_a_higher_priority_takes_an_elastic_node_first_and_the_gang_trains_on(
+def test_a_higher_priority_preempts_an_elastic_node_first_and_the_gang_continues(
     queue: Queue,
 ) -> None:
     low = queue.start("lo", priority="normal")
@@ -456,7 +456,7 @@ def test_a_higher_priority_takes_an_elastic_node_first_and_the_gang_trains_on(
     low.wait_for_world(3)
 
 
-def test_a_preempted_run_gives_all_of_its_quota_back_and_returns(queue: Queue) -> None:
+def test_a_preempted_run_releases_all_of_its_quota_and_returns(queue: Queue) -> None:
     low = queue.start("lo", priority="normal")
     low.wait_for_pods(0, 1, 2)
     low.wait_for_world(3)
@@ -479,7 +479,7 @@ def test_a_preempted_run_gives_all_of_its_quota_back_and_returns(queue: Queue) -
     assert max(made.values()) <= 2 and attempts(low)[2] <= 1, (made, attempts(low))
 
 
-def test_nodes_above_the_minimum_come_only_after_the_gang(queue: Queue) -> None:
+def test_nodes_above_the_minimum_join_only_after_the_gang(queue: Queue) -> None:
     first = queue.start("first", nodes=(2, 2))
     first.wait_for_pods(0, 1)
     # One place is free. A node above the minimum could use it.
@@ -492,7 +492,7 @@ def test_nodes_above_the_minimum_come_only_after_the_gang(queue: Queue) -> None:
     assert pods[2]["metadata"]["creationTimestamp"] > youngest
 
 
-def test_each_lost_pod_makes_one_replacement(queue: Queue, faults: Any) -> None:
+def test_each_lost_pod_causes_one_replacement(queue: Queue, faults: Any) -> None:
     run = queue.start("lossy")
     run.wait_for_pods(0, 1, 2)
     run.wait_for_world(3)
@@ -508,7 +508,7 @@ def test_each_lost_pod_makes_one_replacement(queue: Queue, faults: Any) -> None:
     assert sum(run.restarts().values()) == 2
 
 
-def test_all_nodes_of_a_gang_lost_at_once_come_again_as_a_new_group(queue: Queue) -> None:
+def test_a_gang_whose_nodes_are_all_lost_returns_as_a_new_group(queue: Queue) -> None:
     run = queue.start("emptied", nodes=(2, 2))
     run.wait_for_pods(0, 1)
     train(run)
@@ -551,7 +551,7 @@ def managing_all(manager: Kueue) -> Iterator[None]:
         manager.start()
 
 
-def test_the_coordinator_starts_where_kueue_admits_nothing_without_a_queue(
+def test_the_coordinator_starts_although_kueue_admits_nothing_without_a_queue(
     queue: Queue,
 ) -> None:
     # Three nodes and the coordinator.
@@ -569,7 +569,7 @@ def test_the_coordinator_starts_where_kueue_admits_nothing_without_a_queue(
         wait_for(lambda: not run.pods(), "the pods' end")
 
 
-def test_a_run_without_a_queue_says_which_label_to_set_and_goes_on_with_it(
+def test_a_run_without_a_queue_names_the_label_to_set_and_continues_with_it(
     queue: Queue,
 ) -> None:
     queue.create(nodes=4)
@@ -589,7 +589,7 @@ def test_a_run_without_a_queue_says_which_label_to_set_and_goes_on_with_it(
         )
 
 
-def test_a_gang_that_asks_for_a_topology_gets_one_rack_or_waits_for_one(
+def test_a_gang_that_requests_a_topology_gets_one_rack_or_waits_for_one(
     racks: Queue,
 ) -> None:
     first = start_in_one_rack(racks, "first", nodes=(2, 3))
@@ -612,7 +612,7 @@ def test_a_gang_that_asks_for_a_topology_gets_one_rack_or_waits_for_one(
     assert hosts(second) == {0: "n2", 1: "n2"}
 
 
-def test_a_lost_node_of_a_gang_comes_back_to_its_rack(racks: Queue) -> None:
+def test_a_lost_node_of_a_gang_returns_to_its_rack(racks: Queue) -> None:
     run = start_in_one_rack(racks, "lost", nodes=(2, 2))
     run.wait_for_pods(0, 1)
     run.wait_for_world(2)

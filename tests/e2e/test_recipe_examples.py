@@ -211,7 +211,7 @@ def keep(directory: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     "example", [PYDOC, SFT, LATENT_EDIT, PREFERENCE], ids=lambda one: one.folder
 )
-def test_the_example_of_a_recipe_trains_on_two_nodes_and_its_report_is_whole(
+def test_the_example_of_a_recipe_trains_on_two_nodes_and_its_report_is_complete(
     example: Example,
     runs: Runs,
     walk: Walk,
@@ -230,7 +230,7 @@ def test_the_example_of_a_recipe_trains_on_two_nodes_and_its_report_is_whole(
         assert {row["world_size"] for row in read_rows(directory / "metrics.jsonl")} == {2}
 
 
-def test_the_example_of_two_stages_has_the_bits_of_an_undisturbed_run_through_a_killed_pod(
+def test_the_example_of_two_stages_is_bit_equal_to_an_undisturbed_run_after_a_killed_pod(
     runs: Runs,
     walk: Walk,
     faults: Any,

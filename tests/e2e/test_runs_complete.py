@@ -15,7 +15,7 @@ from bed.places import SINGLE_CLASS
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 
 
-def test_01_the_quickstart_trains_to_complete_on_a_class_of_single_node_volumes_and_applied_again_does_nothing(
+def test_01_the_quickstart_completes_on_single_node_volumes_and_a_second_apply_does_nothing(
     runs: Runs, cluster: Any
 ) -> None:
     import yaml
@@ -96,7 +96,7 @@ def test_15_a_finished_run_restored_without_status_is_complete_again_without_a_p
     assert status["progress"]["step"] == 20
 
 
-def test_after_its_time_to_live_only_the_run_and_its_data_are_left(runs: Runs) -> None:
+def test_after_its_time_to_live_only_the_run_and_its_data_remain(runs: Runs) -> None:
     # So many that it trains while its children are looked for, one kind after the other.
     run = runs.start("short-lived", steps=600)
     selector = "evergrad.dev/run=short-lived"
@@ -164,7 +164,7 @@ for step in range(30):
 """
 
 
-def test_a_script_that_reports_no_number_at_all_runs_to_its_end(runs: Runs) -> None:
+def test_a_script_that_reports_only_non_finite_numbers_runs_to_its_end(runs: Runs) -> None:
     runs.kubectl(
         "create", "configmap", "script", f"--from-literal=diverges.py={NOT_NUMBERS}"
     )
@@ -217,7 +217,7 @@ def _claim(name: str, storage_class: str) -> dict[str, Any]:
     }
 
 
-def test_kubectl_tells_how_a_run_goes(runs: Runs) -> None:
+def test_kubectl_shows_the_progress_of_a_run(runs: Runs) -> None:
     """The rows of what users expect of kubectl: wait for Failed, logs by label, get -w with few lines, events
     in their order."""
     run = runs.start("watched", steps=150)
@@ -263,7 +263,7 @@ def test_kubectl_tells_how_a_run_goes(runs: Runs) -> None:
 
 
 @pytest.mark.long
-def test_a_volume_goes_with_its_run_where_the_file_says_so_and_the_mind_may_be_changed(
+def test_a_volume_is_deleted_with_its_run_on_request_and_the_request_may_change(
     runs: Runs,
 ) -> None:
     run = runs.start("passing", steps=ENDLESS, storage={"whenDeleted": "Delete"})
@@ -288,7 +288,7 @@ def test_a_volume_goes_with_its_run_where_the_file_says_so_and_the_mind_may_be_c
 
 @pytest.mark.long
 @pytest.mark.operator_ends
-def test_a_run_deletes_itself_after_its_time_to_live_only_where_the_installation_allows_it(
+def test_a_run_deletes_itself_after_its_time_to_live_only_if_the_installation_allows_it(
     runs: Runs, operator: Any
 ) -> None:
     manifest = make_manifest(

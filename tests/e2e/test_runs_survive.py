@@ -38,7 +38,9 @@ def go_on(run: Run, *, steps: int = 20) -> None:
     run.wait_for_step(run.newest_step() + steps)
 
 
-def test_02_a_pod_deleted_in_grace_costs_no_step(runs: Runs, reference: Reference) -> None:
+def test_02_a_pod_deleted_gracefully_costs_no_step(
+    runs: Runs, reference: Reference
+) -> None:
     run = start(runs, "graceful")
     victim = run.live_pods()[1]["metadata"]["name"]
     runs.kubectl("delete", "pod", victim, "--wait=false")
@@ -68,7 +70,7 @@ def test_03_a_killed_container_costs_no_finished_step_and_is_replaced(
 
 
 @pytest.mark.long
-def test_the_operator_stays_through_200_quiet_seconds_after_a_killed_pod(
+def test_the_operator_stays_healthy_for_200_quiet_seconds_after_a_killed_pod(
     runs: Runs, operator: Any, faults: Any
 ) -> None:
     run = start(runs, "quiet")
@@ -88,7 +90,7 @@ def test_the_operator_stays_through_200_quiet_seconds_after_a_killed_pod(
     )
 
 
-def test_04_eviction_and_a_drained_node_move_the_pods_and_the_node_comes_back(
+def test_04_eviction_and_a_drained_node_move_the_pods_and_the_node_returns(
     runs: Runs, reference: Reference
 ) -> None:
     run = start(runs, "drained")
@@ -135,7 +137,7 @@ def _other(node: str) -> str:
     return {"n1": "n2", "n2": "n1"}.get(node, "another node")
 
 
-def test_06_a_preempted_pod_comes_back_when_there_is_room(
+def test_06_a_preempted_pod_returns_when_capacity_is_available(
     runs: Runs, reference: Reference
 ) -> None:
     run = start(
@@ -180,7 +182,9 @@ spec:
 """
 
 
-def test_07_node_bounds_change_live_down_and_up(runs: Runs, reference: Reference) -> None:
+def test_07_node_bounds_of_a_training_run_can_be_lowered_and_raised(
+    runs: Runs, reference: Reference
+) -> None:
     run = start(runs, "resized")
     uid = run.live_pods()[0]["metadata"]["uid"]
     run.patch({"nodes": {"min": 1, "max": 1}})
@@ -196,7 +200,7 @@ def test_07_node_bounds_change_live_down_and_up(runs: Runs, reference: Reference
 
 
 @pytest.mark.long
-def test_08_suspended_with_a_checkpoint_and_resumed_at_the_same_step(
+def test_08_a_run_suspends_with_a_checkpoint_and_resumes_at_the_same_step(
     runs: Runs, reference: Reference
 ) -> None:
     run = start(runs, "suspended")
@@ -223,7 +227,7 @@ def test_08_suspended_with_a_checkpoint_and_resumed_at_the_same_step(
 
 
 @pytest.mark.long
-def test_a_resumed_run_of_three_pods_waits_for_its_pods_and_for_no_timer(
+def test_a_resumed_run_of_three_pods_waits_for_its_pods_and_not_for_a_timer(
     runs: Runs,
 ) -> None:
     run = runs.start("resumed", steps=ENDLESS, nodes={"min": 1, "max": 3})
@@ -297,7 +301,7 @@ def test_10_a_killed_coordinator_pod_is_replaced_and_no_step_is_lost(
 
 
 @pytest.mark.long
-def test_the_time_of_all_pods_is_counted_through_kills_and_deletions(
+def test_the_time_of_all_pods_is_counted_across_kills_and_deletions(
     runs: Runs, faults: Any
 ) -> None:
     with runs.watch("pods", f"--selector={ROLE}=node") as events:
@@ -347,7 +351,7 @@ def test_the_time_of_all_pods_is_counted_through_kills_and_deletions(
 
 
 @pytest.mark.long
-def test_a_run_in_training_that_is_restored_without_its_status_goes_on_from_its_checkpoint(
+def test_a_training_run_restored_without_its_status_resumes_at_its_checkpoint(
     runs: Runs, reference: Reference
 ) -> None:
     manifest = make_manifest("restored", steps=ENDLESS)

@@ -107,7 +107,7 @@ def comparable(metadata: Mapping[str, Any], spec: Any) -> dict[str, Any]:
     }
 
 
-def test_validate_and_apply_give_one_verdict_and_read_one_file_alike(
+def test_validate_and_apply_give_the_same_verdict_and_parse_one_file_alike(
     runs: Runs, tmp_path: Path
 ) -> None:
     wait_for_webhook(runs, tmp_path)

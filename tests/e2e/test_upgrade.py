@@ -97,7 +97,7 @@ def back_afterwards(operator: Operator) -> Iterator[None]:
 @pytest.mark.long
 @pytest.mark.operator_ends
 @pytest.mark.operator_errors(".")  # the first release's own are not judged here
-def test_a_run_of_the_first_release_trains_on_through_an_upgrade_and_its_rollback(
+def test_a_run_of_the_first_release_trains_through_an_upgrade_and_its_rollback(
     first: Operator, runs: Runs, operator: Operator
 ) -> None:
     with back_afterwards(operator):
@@ -133,7 +133,7 @@ def test_a_run_of_the_first_release_trains_on_through_an_upgrade_and_its_rollbac
 @pytest.mark.long
 @pytest.mark.operator_ends
 @pytest.mark.operator_errors(".")
-def test_a_run_of_this_release_trains_on_while_the_first_one_is_back(
+def test_a_run_of_this_release_trains_under_the_rolled_back_first_release(
     first: Operator, runs: Runs, operator: Operator, reference: Reference
 ) -> None:
     run = start(runs, "newer")
@@ -149,7 +149,7 @@ def test_a_run_of_this_release_trains_on_while_the_first_one_is_back(
 
 @pytest.mark.long
 @pytest.mark.operator_ends
-def test_a_run_trains_on_without_its_operator_and_the_next_installation_takes_it_over(
+def test_a_run_trains_without_its_operator_and_the_next_installation_takes_it_over(
     runs: Runs, operator: Operator, reference: Reference
 ) -> None:
     run = start(runs, "left")
@@ -182,7 +182,7 @@ def installed(operator: Operator, *namespaces: str) -> Iterator[list[Operator]]:
 
 @pytest.mark.long
 @pytest.mark.operator_ends
-def test_two_installations_at_once_serve_a_namespace_each_and_go_one_by_one(
+def test_two_installations_each_serve_one_namespace_and_are_removed_one_by_one(
     runs: Runs, other_runs: Runs, operator: Operator, reference: Reference
 ) -> None:
     # The session's operator serves all namespaces, and no run may have two.

@@ -71,7 +71,7 @@ def granted() -> set[tuple[str, str]]:
     }
 
 
-def test_the_operator_was_refused_nothing_but_for_a_moment(
+def test_the_operator_was_refused_nothing_except_temporarily(
     used: set[tuple[str, str]],
 ) -> None:
     assert used
@@ -85,13 +85,13 @@ def test_the_operator_was_refused_nothing_but_for_a_moment(
     assert refused - used == set()
 
 
-def test_the_operator_asked_for_nothing_that_the_chart_does_not_name(
+def test_the_operator_requested_nothing_beyond_the_chart_permissions(
     used: set[tuple[str, str]], granted: set[tuple[str, str]]
 ) -> None:
     assert used - granted == set()
 
 
-def test_every_right_was_used(
+def test_every_permission_was_used(
     used: set[tuple[str, str]],
     granted: set[tuple[str, str]],
     request: pytest.FixtureRequest,

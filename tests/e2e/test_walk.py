@@ -12,7 +12,7 @@ from pages import read_commands
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 
 
-def test_the_commands_of_the_readme_and_of_the_quickstart_train_it_and_show_it(
+def test_the_commands_of_readme_and_quickstart_train_the_run_and_show_it(
     runs: Runs, tmp_path: Path
 ) -> None:
     shell = Shell(runs.cluster, tmp_path, namespace=runs.namespace)

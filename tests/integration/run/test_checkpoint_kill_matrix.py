@@ -106,7 +106,7 @@ def restart(world: World, directory: Path) -> dict[str, Any]:
 @pytest.mark.capability("G-70", "O-57")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("point", faults.POINTS)
-def test_after_a_kill_at_any_point_the_newest_whole_checkpoint_loads_bit_for_bit(
+def test_after_a_kill_at_any_point_the_newest_complete_checkpoint_loads_bit_equal(
     tmp_path: Path, point: str, victim: int
 ) -> None:
     directory = tmp_path / "checkpoints"
@@ -148,7 +148,7 @@ def test_a_permanent_checkpoint_survives_a_kill_at_any_point_of_later_saves(
 
 
 @pytest.mark.parametrize("point", [faults.MID_SHARD, faults.BEFORE_FSYNC])
-def test_the_survivor_of_a_peer_killed_while_writing_reports_a_failed_save_and_removes_the_attempt(
+def test_a_peer_killed_while_writing_fails_the_save_and_the_survivor_removes_the_attempt(
     tmp_path: Path, point: str
 ) -> None:
     ended = processes.run_world(
@@ -166,7 +166,7 @@ def test_the_survivor_of_a_peer_killed_while_writing_reports_a_failed_save_and_r
 @pytest.mark.parametrize(
     "point", [faults.BEFORE_MANIFEST, faults.BEFORE_RENAME, faults.AFTER_RENAME]
 )
-def test_a_checkpoint_published_although_a_peer_died_meanwhile_is_reported_as_saved(
+def test_a_checkpoint_published_although_a_peer_died_is_reported_as_saved(
     tmp_path: Path, point: str
 ) -> None:
     ended = processes.run_world(

@@ -60,7 +60,7 @@ def alone(directory: Path) -> World:
     )
 
 
-def test_a_full_volume_fails_the_save_and_frees_what_it_took(small_volume: Path) -> None:
+def test_a_full_volume_fails_the_save_and_frees_its_space(small_volume: Path) -> None:
     directory = small_volume / "checkpoints"
     manager, events = make_manager(alone(directory), directory)
     small, large = {"model.a": torch.ones(50_000)}, {"model.a": torch.ones(250_000)}
@@ -79,7 +79,7 @@ def test_a_full_volume_fails_the_save_and_frees_what_it_took(small_volume: Path)
     )
 
 
-def test_the_next_group_of_a_run_whose_volume_is_full_claims_it(small_volume: Path) -> None:
+def test_the_next_group_of_a_run_with_a_full_volume_claims_it(small_volume: Path) -> None:
     directory = small_volume / "checkpoints"
     claim_exactly(directory, 1)
     filler = (small_volume / "filler").open("wb", buffering=0)
@@ -114,7 +114,7 @@ def test_a_full_volume_under_two_processes_fails_the_save_on_both(
         assert "No space left on device" in events[0][1]["reason"]
 
 
-def test_a_volume_that_turns_read_only_fails_saves_and_can_still_be_restored_from(
+def test_a_volume_that_becomes_read_only_fails_saves_and_can_be_restored_from(
     small_volume: Path,
 ) -> None:
     directory = small_volume / "checkpoints"
@@ -159,7 +159,7 @@ def save_fifty_times(world: World, directory: Path) -> list[int]:
     return sizes
 
 
-def test_fifty_saves_do_not_grow_the_process(tmp_path: Path) -> None:
+def test_fifty_saves_do_not_increase_the_memory_of_the_process(tmp_path: Path) -> None:
     (sizes,) = processes.values(
         processes.run_world(save_fifty_times, size=1, directory=tmp_path / "checkpoints")
     )

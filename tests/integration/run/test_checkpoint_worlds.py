@@ -159,7 +159,7 @@ def test_a_state_saved_by_four_processes_loads_in_three_and_then_in_one(
     )
 
 
-def test_replicated_tensors_are_written_once_and_spread_over_the_ranks(
+def test_replicated_tensors_are_written_once_and_distributed_over_the_ranks(
     tmp_path: Path,
 ) -> None:
     directory = tmp_path / "checkpoints"
@@ -255,7 +255,7 @@ def _training_state(
     return state
 
 
-def test_a_run_under_fsdp2_goes_on_in_one_plain_process_with_the_same_numbers(
+def test_a_run_under_fsdp2_continues_in_one_plain_process_with_the_same_numbers(
     tmp_path: Path,
 ) -> None:
     directory = tmp_path / "checkpoints"
@@ -294,7 +294,7 @@ def fail_then_recover(world: World, directory: Path, point: str, rank: int) -> E
     ("point", "rank"),
     [(faults.MID_SHARD, 1), (faults.BEFORE_FSYNC, 1), (faults.BEFORE_RENAME, 0)],
 )
-def test_one_rank_without_space_fails_the_save_on_every_rank_and_training_goes_on(
+def test_one_rank_without_space_fails_the_save_on_every_rank_and_training_continues(
     tmp_path: Path, point: str, rank: int
 ) -> None:
     directory = tmp_path / "checkpoints"
@@ -331,7 +331,7 @@ def save_on_a_full_volume(world: World, directory: Path) -> Events:
     return events
 
 
-def test_all_ranks_save_again_after_the_oldest_checkpoint_made_room_for_one_of_them(
+def test_all_ranks_save_again_after_the_oldest_checkpoint_was_removed_for_one_of_them(
     tmp_path: Path,
 ) -> None:
     directory = tmp_path / "checkpoints"
@@ -359,7 +359,7 @@ def fail_until_error(world: World, directory: Path) -> str:
     return "no error"
 
 
-def test_poll_raises_on_every_rank_after_as_many_failures_in_a_row_as_are_allowed(
+def test_poll_raises_on_every_rank_after_the_allowed_number_of_failures_in_a_row(
     tmp_path: Path,
 ) -> None:
     for message in processes.values(
@@ -489,7 +489,7 @@ def stall(world: World, directory: Path) -> str:
     return ""
 
 
-def test_a_volume_that_gives_nothing_more_ends_the_restore_on_all_ranks(
+def test_a_volume_that_stalls_ends_the_restore_on_all_ranks(
     tmp_path: Path,
 ) -> None:
     directory = tmp_path / "checkpoints"
@@ -509,7 +509,9 @@ def restore_message(world: World, directory: Path) -> str:
     return ""
 
 
-def test_when_none_validates_every_rank_stops_with_the_same_error(tmp_path: Path) -> None:
+def test_if_no_checkpoint_validates_every_rank_stops_with_the_same_error(
+    tmp_path: Path,
+) -> None:
     directory = tmp_path / "checkpoints"
     processes.values(
         processes.run_world(save_as, size=2, directory=directory, kind="plain", step=10)

@@ -110,14 +110,14 @@ FILES = {
 }
 
 
-def test_each_page_has_a_file_that_is_run() -> None:
+def test_each_page_has_a_manifest_that_is_run() -> None:
     elsewhere = {"arctictraining"}
     assert FILES.keys() | elsewhere == {path.stem for path in PAGES.glob("*.md")}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("page", FILES)
-def test_the_converted_file_of_a_page_runs(experiment: Experiment, page: str) -> None:
+def test_the_converted_manifest_of_a_page_runs(experiment: Experiment, page: str) -> None:
     one = FILES[page]
     text = (PAGES / f"{page}.md").read_text("utf-8")
     (ours,) = re.findall(r"^```yaml\n(apiVersion.*?)^```$", text, re.MULTILINE | re.DOTALL)
@@ -154,7 +154,7 @@ CHEMLACTICA: dict[str, Any] = {
 
 
 @pytest.mark.capability("C-49")
-def test_the_train_config_of_chemlactica_is_what_a_run_of_it_does(
+def test_the_train_config_of_chemlactica_behaves_as_documented(
     experiment: Experiment,
 ) -> None:
     experiment.write(recipe(**CHEMLACTICA))

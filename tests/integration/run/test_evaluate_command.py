@@ -78,7 +78,7 @@ def results_of(ended: Ended) -> list[dict[str, Any]]:
 
 @pytest.mark.acceptance("8d-6a:pretrain")
 @pytest.mark.capability("O-39", "C-22", "C-27", "C-34", "C-44", "O-69", "O-80")
-def test_a_finished_run_is_evaluated_with_the_bits_of_its_own_evaluation(
+def test_a_second_evaluation_of_a_finished_run_is_bit_equal_to_its_own(
     trained: Experiment, finished: Path
 ) -> None:
     run = f"runs/{finished.name}"
@@ -114,7 +114,7 @@ def test_a_finished_run_is_evaluated_with_the_bits_of_its_own_evaluation(
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_an_evaluation_that_a_stop_cuts_goes_on_in_the_middle(
+def test_an_evaluation_interrupted_by_a_stop_resumes_midway(
     trained: Experiment, finished: Path
 ) -> None:
     run = f"runs/{finished.name}"
@@ -143,7 +143,7 @@ def test_an_evaluation_that_a_stop_cuts_goes_on_in_the_middle(
     ]
 
 
-def test_watch_evaluates_each_checkpoint_of_a_living_run_through_a_kill(
+def test_watch_evaluates_each_checkpoint_of_a_training_run_despite_a_kill(
     experiment: Experiment,
 ) -> None:
     write(experiment, checkpoint={"every": {"steps": 2}, "keep": 50})
@@ -172,7 +172,7 @@ def test_watch_evaluates_each_checkpoint_of_a_living_run_through_a_kill(
 
 
 @pytest.mark.long
-def test_watch_that_is_stopped_goes_on_where_it_was(experiment: Experiment) -> None:
+def test_a_stopped_watch_resumes_where_it_ended(experiment: Experiment) -> None:
     write(experiment, checkpoint={"every": {"steps": 4}, "keep": 50})
     experiment.run("--stop-after-steps", "4", expect=STOPPED_SAVED)
     folder = experiment.at() / "evaluations"
@@ -216,7 +216,7 @@ def test_a_sharded_checkpoint_of_two_processes_is_evaluated_in_one(
 
 
 @pytest.mark.acceptance("8d-6d")
-def test_an_elastic_run_is_evaluated_also_where_its_prepared_data_are_gone(
+def test_an_elastic_run_is_evaluated_although_its_prepared_data_was_deleted(
     experiment: Experiment,
 ) -> None:
     write(experiment)
@@ -256,7 +256,7 @@ def test_results_are_in_the_report(trained: Experiment, finished: Path) -> None:
 
 
 @pytest.mark.capability("C-2")
-def test_a_pod_leaves_the_results_of_its_checkpoint_and_the_steps_that_wait(
+def test_a_pod_writes_the_results_of_its_checkpoint_and_the_waiting_steps(
     trained: Experiment, finished: Path, tmp_path: Path
 ) -> None:
     run, log = f"runs/{finished.name}", tmp_path / "termination-log"
@@ -286,7 +286,7 @@ def test_a_pod_leaves_the_results_of_its_checkpoint_and_the_steps_that_wait(
     assert not gone.results and "holds no checkpoint of step 999" in gone.passed_over
 
 
-def test_a_comparison_reads_the_weights_also_if_the_checkpoint_was_evaluated_before(
+def test_a_comparison_reads_the_weights_although_the_checkpoint_was_evaluated_before(
     trained: Experiment, finished: Path
 ) -> None:
     run = f"runs/{finished.name}"

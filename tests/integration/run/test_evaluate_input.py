@@ -71,7 +71,7 @@ def refuse(finished: Experiment, *arguments: str) -> str:
         ),
     ],
 )
-def test_what_is_not_there_is_refused_with_what_is(
+def test_a_missing_choice_is_refused_with_the_available_ones(
     finished: Experiment, arguments: list[str], message: str
 ) -> None:
     assert message in refuse(finished, *arguments)
@@ -80,7 +80,7 @@ def test_what_is_not_there_is_refused_with_what_is(
     assert not (finished.at() / "evaluations").exists()
 
 
-def test_a_run_that_has_not_saved_yet_is_refused(finished: Experiment) -> None:
+def test_a_run_without_a_checkpoint_is_refused(finished: Experiment) -> None:
     run = copy_of(finished, "unsaved")
     shutil.rmtree(run / "checkpoints")
     assert (
@@ -109,7 +109,7 @@ def test_a_run_of_another_format_is_refused(
     assert message in refuse(finished, f"runs/{run.name}")
 
 
-def test_a_damaged_checkpoint_is_refused_and_stays_where_it_is(
+def test_a_damaged_checkpoint_is_refused_and_not_moved(
     finished: Experiment,
 ) -> None:
     run = copy_of(finished, "damaged")

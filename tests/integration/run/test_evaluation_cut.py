@@ -34,7 +34,7 @@ def evaluated(experiment: Experiment, directory: str) -> list[Any]:
 
 @pytest.mark.acceptance("8d-2c:pretrain", "8d-3c")
 @pytest.mark.capability("O-18", "O-48")
-def test_a_kill_in_an_evaluation_costs_no_step_where_state_is_saved_first(
+def test_a_kill_during_an_evaluation_costs_no_step_with_save_first(
     experiment: Experiment,
 ) -> None:
     write_documents(experiment.path / "other.jsonl", count=20, seed=5)
@@ -60,7 +60,7 @@ def test_a_kill_in_an_evaluation_costs_no_step_where_state_is_saved_first(
 @pytest.mark.acceptance("8d-3a:pretrain")
 @pytest.mark.capability("O-17", "O-18", "O-44", "O-68")
 @pytest.mark.parametrize(("workers", "resumed"), [(1, 1), (2, 1), (1, 2)])
-def test_an_evaluation_that_a_stop_cuts_goes_on_in_the_middle_after_the_resume(
+def test_an_evaluation_interrupted_by_a_stop_resumes_midway_after_the_resume(
     experiment: Experiment, workers: int, resumed: int
 ) -> None:
     write_documents(experiment.path / "other.jsonl", count=20, seed=5)
@@ -96,7 +96,7 @@ def test_an_evaluation_that_a_stop_cuts_goes_on_in_the_middle_after_the_resume(
 
 @pytest.mark.acceptance("8d-3a:pretrain")
 @pytest.mark.capability("O-18", "O-68")
-def test_an_evaluation_that_is_cut_at_each_start_ends_all_the_same(
+def test_an_evaluation_that_is_interrupted_at_each_start_ends_eventually(
     experiment: Experiment,
 ) -> None:
     """Also where its step was saved before it, and at a start that only evaluates."""

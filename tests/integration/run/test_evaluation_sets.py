@@ -38,7 +38,7 @@ def rows(directory: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.capability("C-28", "O-47", "O-65", "T-27", "T-X11")
-def test_cadence_and_size_of_a_set_change_on_a_live_run_without_a_bit_of_its_training(
+def test_cadence_and_size_of_a_set_can_change_in_a_training_run_without_changing_a_bit(
     experiment: Experiment,
 ) -> None:
     write_documents(experiment.path / "other.jsonl", count=20, seed=5)
@@ -102,7 +102,7 @@ def test_cadence_and_size_of_a_set_change_on_a_live_run_without_a_bit_of_its_tra
 
 
 @pytest.mark.capability("T-47", "T-6", "T-X9")
-def test_the_best_checkpoint_follows_a_metric_of_an_evaluator_of_a_task(
+def test_the_best_checkpoint_follows_a_metric_of_a_task_evaluator(
     experiment: Experiment,
 ) -> None:
     write_own(
@@ -167,7 +167,7 @@ def test_the_best_checkpoint_follows_a_metric_of_an_evaluator_of_a_task(
         ),
     ],
 )
-def test_names_that_a_task_does_not_measure_are_refused_before_the_first_step(
+def test_metric_names_that_a_task_does_not_measure_are_refused_before_the_first_step(
     experiment: Experiment, changes: dict[str, Any], message: str
 ) -> None:
     write_own(experiment, **{"evaluation": {"every": {"steps": 2}}, **changes})
@@ -177,7 +177,7 @@ def test_names_that_a_task_does_not_measure_are_refused_before_the_first_step(
 
 
 @pytest.mark.capability("O-53")
-def test_an_error_inside_an_evaluation_ends_the_run_with_its_line_and_can_be_gone_on_from(
+def test_an_error_inside_an_evaluation_ends_the_run_with_its_line_and_the_run_can_resume(
     experiment: Experiment,
 ) -> None:
     broken = TASK.replace(

@@ -28,7 +28,7 @@ def gpu_check(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_a_machine_without_an_accelerator_is_told_apart_from_one_that_fails(
+def test_a_machine_without_an_accelerator_is_distinguished_from_one_that_fails(
     tmp_path: Path,
 ) -> None:
     ended = gpu_check(tmp_path / "results")
@@ -37,7 +37,7 @@ def test_a_machine_without_an_accelerator_is_told_apart_from_one_that_fails(
     assert not (tmp_path / "results").exists()
 
 
-def test_a_part_is_named_in_both_results(tmp_path: Path) -> None:
+def test_a_named_part_is_in_both_result_files(tmp_path: Path) -> None:
     ended = gpu_check(tmp_path, "--device", "cpu", "--tiny", "environment")
     document = json.loads((tmp_path / "gpu.json").read_text())
     assert (ended.returncode, document["device"]) == (0, "cpu"), ended.stdout
@@ -49,7 +49,7 @@ def test_a_part_is_named_in_both_results(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_curves_graphs_and_speeds_are_those_of_a_run_on_the_cpu(tmp_path: Path) -> None:
+def test_precision_compile_and_speed_parts_pass_on_the_cpu(tmp_path: Path) -> None:
     """With models so small that figures say nothing; each part passes only if its own requirements hold."""
     passed = gpu_check(
         tmp_path, "--device", "cpu", "--tiny", "precision", "compile", "speed-124M"
@@ -68,7 +68,7 @@ def test_curves_graphs_and_speeds_are_those_of_a_run_on_the_cpu(tmp_path: Path) 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_parts_run_in_processes_of_their_own_and_one_that_fails_is_named(
+def test_parts_run_in_separate_processes_and_a_failing_part_is_named(
     tmp_path: Path,
 ) -> None:
     passed = gpu_check(

@@ -187,7 +187,7 @@ def make_tracked(tracked: Experiment, tmp_path: Path) -> Iterator[Callable[..., 
 @pytest.mark.acceptance("8d-15f")
 @pytest.mark.capability("A-8", "A-48", "C-25", "C-53", "O-40", "O-77", "T-36", "T-56")
 @pytest.mark.parametrize("tracker", TRACKERS)
-def test_three_nodes_of_which_rank_0_dies_twice_are_one_run_without_gaps(
+def test_three_nodes_of_which_rank_0_dies_twice_are_shown_as_one_run_without_gaps(
     tracked: Experiment, make_tracked: Callable[..., Cluster], tracker: str
 ) -> None:
     """Killed within a step, and between an update and its record; a newcomer takes the first one's place."""
@@ -215,7 +215,7 @@ def test_three_nodes_of_which_rank_0_dies_twice_are_one_run_without_gaps(
 
 @pytest.mark.capability("A-8", "A-48", "C-25", "T-36", "T-56")
 @pytest.mark.parametrize("tracker", TRACKERS)
-def test_a_run_that_is_killed_and_goes_back_to_its_checkpoint_shows_each_step_once(
+def test_a_run_that_is_killed_and_resumes_at_its_checkpoint_shows_each_step_once(
     experiment: Experiment, tracker: str
 ) -> None:
     logging = {"trackers": [{"type": tracker}]}
@@ -232,7 +232,7 @@ def test_a_run_that_is_killed_and_goes_back_to_its_checkpoint_shows_each_step_on
     assert len(run_ids(experiment.at())) == 1
 
 
-def test_a_tracker_that_is_added_to_a_run_shows_it_from_its_beginning(
+def test_a_tracker_that_is_added_to_a_run_shows_it_from_its_first_step(
     experiment: Experiment,
 ) -> None:
     experiment.write(recipe(**EVALUATED))
@@ -245,7 +245,7 @@ def test_a_tracker_that_is_added_to_a_run_shows_it_from_its_beginning(
 
 
 @pytest.mark.capability("C-26")
-def test_a_tracker_that_fails_or_hangs_costs_no_step_and_is_in_log_and_records(
+def test_a_tracker_that_fails_or_hangs_costs_no_step_and_is_reported_in_log_and_records(
     experiment: Experiment,
 ) -> None:
     (experiment.path / "taken").write_text("a file, and no folder")
@@ -304,7 +304,7 @@ def stops(directory: Path) -> list[tuple[str, int, bool]]:
 
 
 @pytest.mark.capability("C-42")
-def test_an_early_stop_is_decided_alike_after_a_kill_and_stays_decided(
+def test_an_early_stop_is_decided_equally_after_a_kill_and_is_final(
     experiment: Experiment,
 ) -> None:
     experiment.write(recipe(stop=EARLY))
@@ -337,7 +337,7 @@ def test_an_early_stop_is_decided_alike_after_a_kill_and_stays_decided(
 @pytest.mark.acceptance("8d-16f")
 @pytest.mark.capability("G-90", "G-91")
 @pytest.mark.parametrize("killed_in", ["slot", "report"])
-def test_three_nodes_stop_together_where_a_monitor_decides_although_rank_0_dies(
+def test_three_nodes_stop_together_if_a_monitor_decides_although_rank_0_dies(
     tracked: Experiment, make_tracked: Callable[..., Cluster], killed_in: str
 ) -> None:
     """Killed within the step after which it is decided, or before it could write that down."""
@@ -363,7 +363,7 @@ def test_three_nodes_stop_together_where_a_monitor_decides_although_rank_0_dies(
 
 
 @pytest.mark.acceptance("8d-11d:latent_edit")
-def test_a_monitor_has_the_run_saved_where_it_alerts_and_warns_where_it_shall(
+def test_a_monitor_saves_the_run_or_warns_according_to_its_policy(
     experiment: Experiment,
 ) -> None:
     monitors = [

@@ -53,7 +53,7 @@ def run(*arguments: str | Path) -> int:
 
 
 @pytest.mark.capability("A-77")
-def test_the_summary_names_every_source_and_what_was_passed_over(
+def test_the_summary_names_every_source_and_the_skipped_lines(
     manifest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = manifest.parent / "prepared"
@@ -83,7 +83,7 @@ def test_the_summary_names_every_source_and_what_was_passed_over(
     assert printed.err == warning
 
 
-def test_json_is_one_document_for_scripts(
+def test_json_output_is_one_document_for_scripts(
     manifest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = manifest.parent / "prepared"
@@ -111,7 +111,7 @@ def test_json_is_one_document_for_scripts(
     assert (directory / docs["fingerprint"] / "index.json").is_file()
 
 
-def test_bad_input_is_the_users_error(manifest: Path) -> None:
+def test_invalid_input_is_a_user_error(manifest: Path) -> None:
     (manifest.parent / "other.jsonl").unlink()
     with pytest.raises(DataError, match="does not exist") as caught:
         run(manifest, "--prepared-directory", manifest.parent / "prepared")
@@ -119,7 +119,7 @@ def test_bad_input_is_the_users_error(manifest: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", ["0", "-3"])
-def test_a_number_of_workers_that_cannot_work_is_refused(
+def test_an_invalid_number_of_workers_is_refused(
     manifest: Path, workers: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -127,7 +127,7 @@ def test_a_number_of_workers_that_cannot_work_is_refused(
     assert f"{workers} is not a positive number" in capsys.readouterr().err
 
 
-def test_without_a_terminal_there_is_a_line_every_few_seconds(
+def test_without_a_terminal_a_line_is_printed_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stream, now = io.StringIO(), [0.0]
@@ -167,7 +167,7 @@ sys.exit(command.execute(parser.parse_args()))
 """
 
 
-def test_on_a_terminal_a_bar_shows_bytes_and_is_gone_at_the_end(manifest: Path) -> None:
+def test_on_a_terminal_a_bar_shows_bytes_and_is_removed_at_the_end(manifest: Path) -> None:
     (manifest.parent / "docs.jsonl").write_text(
         json.dumps({"text": "words " * 100}) * 1
         + "\n"
@@ -223,7 +223,7 @@ pool.ProcessPool.run = run
 """
 
 
-def test_ctrl_c_keeps_what_is_finished_and_leaves_no_process(manifest: Path) -> None:
+def test_ctrl_c_keeps_finished_chunks_and_leaves_no_process(manifest: Path) -> None:
     (manifest.parent / "docs.jsonl").write_text(
         json.dumps({"text": "words and more " * 50}) + "\n"
     )

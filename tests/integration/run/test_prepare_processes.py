@@ -190,7 +190,7 @@ def test_helpers_write_the_same_bytes_as_one_process(
 
 @pytest.mark.capability("T-X14")
 @pytest.mark.parametrize("kind", ["tokenize", "split"])
-def test_a_killed_preparation_goes_on_with_its_finished_chunks_and_publishes_the_same(
+def test_a_killed_preparation_resumes_with_its_finished_chunks_and_publishes_the_same_data(
     preparers: Preparers, expected: dict[str, bytes], kind: str
 ) -> None:
     folder = preparers.folder
@@ -265,7 +265,7 @@ def write_format(folder: Path, kind: str) -> dict[str, str]:
         ),
     ],
 )
-def test_each_format_is_prepared_to_the_same_bytes_by_one_process_and_by_helpers_after_a_kill(
+def test_each_format_gives_the_same_bytes_with_one_process_and_with_helpers_after_a_kill(
     preparers: Preparers, kind: str
 ) -> None:
     folder = preparers.folder
@@ -315,7 +315,7 @@ def test_memory_does_not_grow_with_a_row_group(preparers: Preparers) -> None:
 
 
 @pytest.mark.capability("A-76")
-def test_of_two_preparers_one_works_and_the_other_takes_what_it_published(
+def test_one_of_two_preparers_works_and_the_other_uses_the_published_data(
     preparers: Preparers, expected: dict[str, bytes]
 ) -> None:
     folder = preparers.folder
@@ -334,7 +334,7 @@ def test_of_two_preparers_one_works_and_the_other_takes_what_it_published(
     assert preparers.published() == expected
 
 
-def test_without_locks_two_preparers_at_once_still_publish_the_same(
+def test_without_locks_two_concurrent_preparers_publish_the_same_data(
     preparers: Preparers, expected: dict[str, bytes]
 ) -> None:
     both = [preparers.start(has_locks=False) for _ in range(2)]
@@ -356,7 +356,7 @@ def test_a_helper_that_is_killed_ends_the_preparation_with_a_reason(
     assert "was killed (signal 9), probably for memory. Use fewer with --workers" in output
 
 
-def test_errors_of_helpers_are_the_users_errors(preparers: Preparers) -> None:
+def test_data_errors_in_helpers_are_user_errors(preparers: Preparers) -> None:
     with (preparers.folder / "docs.jsonl").open("a") as file:
         file.write('bad\n{"text": "torn')
     process = preparers.start()
@@ -411,7 +411,7 @@ def small_file_system(folder: Path, size: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("inline_below", [0, 2**40])
-def test_a_full_disk_is_an_error_that_says_what_to_free(
+def test_a_full_disk_is_an_error_that_names_what_to_free(
     preparers: Preparers, inline_below: int
 ) -> None:
     small = preparers.folder / "small"
@@ -488,7 +488,7 @@ print(peak() - before)
 
 
 @pytest.mark.capability("C-31")
-def test_reading_prepared_data_keeps_memory_flat(tmp_path: Path) -> None:
+def test_reading_prepared_data_does_not_increase_memory(tmp_path: Path) -> None:
     names = []
     for number in range(4):
         names.append(str(tmp_path / f"{number}.tokens"))

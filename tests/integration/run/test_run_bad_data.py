@@ -338,7 +338,7 @@ def refused(
     "input-1e-16",
 )
 @pytest.mark.parametrize("case", CASES, ids=[one.name for one in CASES])
-def test_wrong_data_end_the_command_with_64_and_leave_each_file_of_the_run_as_it_was(
+def test_invalid_data_ends_the_command_with_64_and_leaves_each_file_of_the_run_unchanged(
     case: Case,
     begun: Begun,
     tmp_path: Path,
@@ -362,8 +362,10 @@ def test_wrong_data_end_the_command_with_64_and_leave_each_file_of_the_run_as_it
     assert listing(folder / "runs/tiny") == before
 
 
-def test_each_row_that_is_shown_has_a_case() -> None:
-    test = test_wrong_data_end_the_command_with_64_and_leave_each_file_of_the_run_as_it_was
+def test_each_acceptance_row_has_a_case() -> None:
+    test = (
+        test_invalid_data_ends_the_command_with_64_and_leaves_each_file_of_the_run_unchanged
+    )
     marks = [mark for mark in test.pytestmark if mark.name == "acceptance"]  # type: ignore[attr-defined]
     assert {row for mark in marks for row in mark.args} == {
         row for case in CASES for row in case.shows

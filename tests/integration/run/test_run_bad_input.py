@@ -59,7 +59,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.capability("A-42")
-def test_a_start_that_may_prepare_nothing_trains_once_the_data_are_prepared(
+def test_a_start_that_requires_prepared_data_trains_once_the_data_is_prepared(
     experiment: Experiment,
 ) -> None:
     experiment.write()
@@ -76,7 +76,7 @@ def test_a_start_that_may_prepare_nothing_trains_once_the_data_are_prepared(
 
 
 @pytest.mark.acceptance("8d-8a", "input-A-66")
-def test_a_key_given_twice_is_refused_with_both_lines(experiment: Experiment) -> None:
+def test_a_duplicate_key_is_refused_with_both_lines(experiment: Experiment) -> None:
     manifest = experiment.write()
     text = manifest.read_text().replace(
         '"horizon": {', '"batching": {},\n      "horizon": {'
@@ -133,7 +133,7 @@ def test_a_key_given_twice_is_refused_with_both_lines(experiment: Experiment) ->
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_value_that_cannot_be_is_refused_with_its_path(
+def test_an_invalid_value_is_refused_with_its_path(
     experiment: Experiment, changes: dict[str, Any], texts: list[str]
 ) -> None:
     experiment.write(recipe(**changes))
@@ -142,7 +142,7 @@ def test_a_value_that_cannot_be_is_refused_with_its_path(
 
 
 @pytest.mark.capability("G-100")
-def test_every_problem_of_a_manifest_is_reported_at_once(experiment: Experiment) -> None:
+def test_all_problems_of_a_manifest_are_reported_together(experiment: Experiment) -> None:
     experiment.write(
         recipe(
             optimizer={"learningRate": -1},
@@ -169,7 +169,7 @@ def test_more_workers_than_slots_are_refused(experiment: Experiment) -> None:
     assert not steps_of(experiment.at())
 
 
-def test_a_missing_manifest_is_named(experiment: Experiment) -> None:
+def test_a_missing_manifest_is_reported(experiment: Experiment) -> None:
     refused(experiment, "other.yaml", name="other")
 
 
@@ -205,7 +205,7 @@ def test_a_missing_manifest_is_named(experiment: Experiment) -> None:
     ],
     ids=["type", "key", "vocabulary", "shapes", "positions"],
 )
-def test_a_model_configuration_that_cannot_be_is_refused(
+def test_an_invalid_model_configuration_is_refused(
     experiment: Experiment, config: dict[str, Any], texts: list[str]
 ) -> None:
     experiment.write(recipe(model={"config": merge(MODEL, config)}))
@@ -294,7 +294,7 @@ def test_remote_code_is_never_run(experiment: Experiment) -> None:
     ],
     ids=["missing", "empty", "not UTF-8", "truncated", "no object", "no text", "blank"],
 )
-def test_a_data_file_that_cannot_be_used_is_named_with_its_line(
+def test_an_unusable_data_file_is_reported_with_its_line(
     experiment: Experiment, content: bytes | None, texts: list[str]
 ) -> None:
     path = experiment.path / "documents.jsonl"
@@ -307,7 +307,7 @@ def test_a_data_file_that_cannot_be_used_is_named_with_its_line(
 
 
 @pytest.mark.acceptance("8d-4b:pretrain")
-def test_a_source_that_changed_after_it_was_prepared_stops_the_resume_and_not_the_run(
+def test_a_source_that_changed_after_its_preparation_stops_only_the_resume(
     experiment: Experiment,
 ) -> None:
     experiment.run("--stop-after-steps", "4", expect=STOPPED_SAVED)
@@ -347,7 +347,7 @@ def test_a_file_that_was_added_to_a_folder_stops_the_resume_and_is_named(
     assert steps_of(experiment.at()) == list(range(1, 9))
 
 
-def test_prepared_data_that_was_cut_short_is_named(experiment: Experiment) -> None:
+def test_truncated_prepared_data_is_reported(experiment: Experiment) -> None:
     experiment.run("--stop-after-steps", "2", expect=STOPPED_SAVED)
     (tokens,) = (experiment.path / "runs" / ".prepared").rglob("*.tokens")
     os.truncate(tokens, 40)
@@ -364,7 +364,7 @@ def test_prepared_data_that_was_cut_short_is_named(experiment: Experiment) -> No
 
 
 @pytest.mark.acceptance("8d-4a")
-def test_another_runs_directory_is_left_alone(experiment: Experiment) -> None:
+def test_the_directory_of_another_run_is_left_unchanged(experiment: Experiment) -> None:
     experiment.run("--stop-after-steps", "2", expect=STOPPED_SAVED)
     before = contents(experiment.at())
     experiment.write(name="other")
@@ -417,7 +417,7 @@ def test_a_changed_recipe_is_refused_with_every_field(experiment: Experiment) ->
 
 
 @pytest.mark.capability("G-10", "G-13", "G-14", "A-3", "G-X14", "G-X32")
-def test_a_start_that_fails_leaves_what_it_was_asked_for_and_what_was_found(
+def test_a_failed_start_records_its_request_and_the_problems(
     experiment: Experiment,
 ) -> None:
     documents = experiment.path / "documents.jsonl"
@@ -453,7 +453,9 @@ def test_a_start_that_fails_leaves_what_it_was_asked_for_and_what_was_found(
 
 
 @pytest.mark.acceptance("input-3e-1")
-def test_a_directory_without_run_json_is_nobodys(experiment: Experiment) -> None:
+def test_a_directory_with_records_but_without_run_json_is_refused(
+    experiment: Experiment,
+) -> None:
     experiment.run("--stop-after-steps", "3", expect=STOPPED_SAVED)
     kept = (experiment.at() / "run.json").rename(experiment.path / "kept.json")
     before = contents(experiment.at())
@@ -496,7 +498,7 @@ def fill(volume: Path, *, leave: int) -> Path:
     return ballast
 
 
-def test_a_full_volume_is_refused_before_anything_begins(
+def test_a_full_volume_is_refused_before_training_starts(
     experiment: Experiment, volume: Callable[[str], Path]
 ) -> None:
     ballast = fill(volume("size=4m"), leave=0)
@@ -532,7 +534,7 @@ def start_and_fill(
     return run, ballast
 
 
-def test_training_goes_on_while_saves_fail_and_says_at_the_end_that_the_state_is_not_saved(
+def test_training_continues_while_saves_fail_and_the_end_reports_that_the_state_is_not_saved(
     experiment: Experiment, volume: Callable[[str], Path]
 ) -> None:
     experiment.write(recipe(horizon={"steps": 14}, checkpoint={"maxFailures": 50}))
@@ -552,7 +554,7 @@ def test_training_goes_on_while_saves_fail_and_says_at_the_end_that_the_state_is
     assert_same_state(experiment.at("undisturbed"), experiment.at())
 
 
-def test_a_stop_whose_save_fails_says_so_by_its_exit_code(
+def test_a_stop_whose_save_fails_is_reported_by_its_exit_code(
     experiment: Experiment, volume: Callable[[str], Path]
 ) -> None:
     experiment.write(recipe(horizon={"steps": 400}, checkpoint={"maxFailures": 50}))
@@ -563,7 +565,7 @@ def test_a_stop_whose_save_fails_says_so_by_its_exit_code(
     assert [event["saved"] for event in events(experiment.at(), "stop")] == [False]
 
 
-def test_a_run_whose_saves_fail_again_and_again_gives_up(
+def test_a_run_whose_saves_fail_repeatedly_gives_up(
     experiment: Experiment, volume: Callable[[str], Path]
 ) -> None:
     experiment.write(recipe(horizon={"steps": 400}, checkpoint={"maxFailures": 2}))
@@ -576,7 +578,7 @@ def test_a_run_whose_saves_fail_again_and_again_gives_up(
     assert [event["failures"] for event in events(experiment.at(), "save_failed")] == [1, 2]
 
 
-def test_a_run_goes_on_while_nothing_can_be_written_and_writes_its_steps_down_later(
+def test_a_run_continues_while_nothing_can_be_written_and_writes_its_rows_later(
     experiment: Experiment, volume: Callable[[str], Path]
 ) -> None:
     experiment.write(recipe(horizon={"steps": 10**6}, checkpoint={"maxFailures": 10**6}))
@@ -634,7 +636,7 @@ DAMAGES = pytest.mark.parametrize(
 
 @DAMAGES
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_damaged_checkpoint_is_set_aside_aloud_and_the_run_goes_on_from_the_one_before(
+def test_a_damaged_checkpoint_is_quarantined_and_reported_and_the_run_resumes_before_it(
     experiment: Experiment, damage: Callable[[Path], None], workers: str
 ) -> None:
     experiment.run("--workers", workers, directory="undisturbed")
@@ -653,7 +655,7 @@ def test_a_damaged_checkpoint_is_set_aside_aloud_and_the_run_goes_on_from_the_on
 
 @pytest.mark.acceptance("input-O-37")
 @DAMAGES
-def test_a_run_none_of_whose_checkpoints_validates_stops_and_never_begins_again(
+def test_a_run_without_a_valid_checkpoint_stops_and_never_restarts_from_scratch(
     experiment: Experiment, damage: Callable[[Path], None]
 ) -> None:
     experiment.run("--stop-after-steps", "4", expect=STOPPED_SAVED)
@@ -667,7 +669,7 @@ def test_a_run_none_of_whose_checkpoints_validates_stops_and_never_begins_again(
 
 @pytest.mark.long
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_of_two_runs_on_one_directory_the_older_stops_and_publishes_nothing_more(
+def test_the_older_of_two_runs_in_one_directory_stops_and_publishes_nothing_more(
     experiment: Experiment, workers: str
 ) -> None:
     experiment.write(recipe(horizon={"steps": 60}))

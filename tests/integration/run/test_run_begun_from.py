@@ -31,7 +31,7 @@ def _times_below(folder: Path, *, but: Path) -> dict[Path, int]:
 
 
 @pytest.mark.capability("G-11", "C-4", "O-21", "O-38")
-def test_a_run_goes_on_from_an_older_step_of_another_directory_with_the_same_bits(
+def test_a_run_continues_from_an_older_step_of_another_directory_bit_equal(
     experiment: Experiment,
 ) -> None:
     exact = {"reproducibility": {"elastic": "exact"}}
@@ -64,7 +64,7 @@ def test_a_run_goes_on_from_an_older_step_of_another_directory_with_the_same_bit
 
 @pytest.mark.acceptance("8d-7b")
 @pytest.mark.capability("O-20", "O-54", "C-38", "A-74")
-def test_rolling_and_permanent_checkpoints_stand_beside_one_another_and_the_end_is_exported(
+def test_rolling_and_permanent_checkpoints_coexist_and_the_final_model_is_exported(
     experiment: Experiment,
 ) -> None:
     from safetensors.torch import load_file
@@ -90,7 +90,7 @@ def test_rolling_and_permanent_checkpoints_stand_beside_one_another_and_the_end_
 
 
 @pytest.mark.long
-def test_a_run_that_is_killed_in_its_export_makes_it_again(experiment: Experiment) -> None:
+def test_a_run_that_is_killed_in_its_export_repeats_it(experiment: Experiment) -> None:
     experiment.write(recipe(checkpoint={"exportAtEnd": True}))
     experiment.run(expect=-9, faults=[fault("export", call=1, action="SIGKILL")])
     assert not (experiment.at() / "complete.json").exists()
@@ -109,7 +109,7 @@ def damage(experiment: Experiment) -> None:
 
 @pytest.mark.acceptance("input-O-61", "input-4e-10")
 @pytest.mark.long
-def test_what_cannot_be_begun_with_is_refused_by_name(experiment: Experiment) -> None:
+def test_invalid_initial_states_are_refused_by_name(experiment: Experiment) -> None:
     experiment.run()
     cases: list[tuple[dict[str, Any], str]] = [
         (begin_from(step=5), "holds no checkpoint of step 5; there are those of 8, 6, 3"),
@@ -139,7 +139,7 @@ def test_what_cannot_be_begun_with_is_refused_by_name(experiment: Experiment) ->
 
 @pytest.mark.long
 @pytest.mark.capability("O-22", "O-61")
-def test_an_optimizer_that_goes_on_makes_another_first_step_than_a_fresh_one(
+def test_a_loaded_optimizer_makes_another_first_step_than_a_new_one(
     experiment: Experiment,
 ) -> None:
     experiment.run()

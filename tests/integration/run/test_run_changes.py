@@ -39,7 +39,7 @@ def experiment(make_experiment: Callable[[], Experiment]) -> Experiment:
     return make_experiment()
 
 
-def test_a_rate_replaced_in_a_living_run_trains_as_one_that_was_in_the_file_from_the_first_step(
+def test_a_rate_changed_in_a_training_run_has_the_effect_of_one_set_from_the_first_step(
     experiment: Experiment,
 ) -> None:
     overrides = [{"fromStep": HALF + 2, "learningRate": 1e-4, "clipNorm": 0.01}]
@@ -73,7 +73,7 @@ def test_a_rate_replaced_in_a_living_run_trains_as_one_that_was_in_the_file_from
 
 
 @pytest.mark.acceptance("8d-4b:pretrain")
-def test_a_run_goes_on_with_its_data_in_another_place_and_not_with_other_data(
+def test_a_run_continues_with_moved_data_and_not_with_other_data(
     experiment: Experiment,
 ) -> None:
     experiment.write(changed(True))

@@ -76,7 +76,7 @@ def snapshot(directory: Path) -> dict[str, tuple[int, str]]:
 
 @pytest.mark.acceptance("8d-5e", "input-4e-19")
 @pytest.mark.capability("O-52", "T-4", "O-X1")
-def test_the_command_trains_a_file_to_its_report_and_then_does_nothing_more(
+def test_the_command_trains_a_manifest_to_its_report_and_then_does_nothing_more(
     experiment: Experiment,
 ) -> None:
     out, err = evergrad(experiment, "run", "tiny.yaml").communicate(timeout=PATIENCE)
@@ -139,7 +139,7 @@ def test_the_command_stops_on_sigterm_with_its_state_saved(experiment: Experimen
 
 @pytest.mark.acceptance("input-G-12")
 @pytest.mark.capability("G-12")
-def test_the_command_refuses_a_wrong_manifest_before_anything_is_written(
+def test_the_command_refuses_an_invalid_manifest_before_anything_is_written(
     experiment: Experiment,
 ) -> None:
     manifest = experiment.write()
@@ -156,7 +156,7 @@ def test_the_command_refuses_a_wrong_manifest_before_anything_is_written(
 
 @pytest.mark.acceptance("8d-5c", "input-4e-3")
 @pytest.mark.capability("A-37", "G-5", "C-17", "O-9")
-def test_a_stop_file_stops_the_run_is_removed_and_the_run_goes_on(
+def test_a_stop_file_stops_the_run_and_is_removed_so_that_the_run_can_resume(
     experiment: Experiment,
 ) -> None:
     experiment.run(directory="undisturbed")
@@ -176,7 +176,7 @@ def test_a_stop_file_stops_the_run_is_removed_and_the_run_goes_on(
 
 @pytest.mark.acceptance("8d-17d", "input-4e-3")
 @pytest.mark.capability("A-37")
-def test_a_stop_file_made_while_two_processes_train_stops_both(
+def test_a_stop_file_created_while_two_processes_train_stops_both(
     experiment: Experiment,
 ) -> None:
     experiment.write(recipe(horizon={"steps": 2000}))
@@ -205,7 +205,7 @@ def test_stop_after_steps_counts_the_steps_of_one_process(
 
 @pytest.mark.acceptance("8d-5b", "8d-9b", "input-4e-4")
 @pytest.mark.capability("G-71", "C-11", "C-23", "C-42", "A-30", "A-75", "C-9", "T-23")
-def test_stop_after_step_stops_the_run_there_however_often_it_is_started(
+def test_stop_after_step_stops_the_run_at_that_step_at_every_start(
     experiment: Experiment,
 ) -> None:
     # A schedule whose every step depends on its length, which a stop does not change.
@@ -232,7 +232,7 @@ def test_stop_after_step_stops_the_run_there_however_often_it_is_started(
 
 @pytest.mark.capability("T-33", "G-92", "O-32", "G-33")
 @pytest.mark.acceptance("8d-15b", "8d-15d")
-def test_records_have_the_order_of_what_happened_and_name_no_folder_of_this_machine(
+def test_records_are_in_chronological_order_and_contain_no_local_path(
     experiment: Experiment,
 ) -> None:
     experiment.write(recipe(**EVALUATED, checkpoint={"every": {"steps": 2}}))
@@ -292,7 +292,7 @@ def test_stop_after_steps_below_one_is_refused(experiment: Experiment) -> None:
 @pytest.mark.acceptance("8d-5d")
 @pytest.mark.capability("C-65", "O-50")
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_one_interrupt_stops_with_the_state_saved_and_a_second_one_at_once(
+def test_one_interrupt_stops_with_the_state_saved_and_a_second_one_stops_at_once(
     experiment: Experiment, workers: str
 ) -> None:
     experiment.write(recipe(horizon={"steps": 2000}))
@@ -365,7 +365,7 @@ def test_a_stop_during_an_evaluation_repeats_it_after_the_resume(
     assert [step for step, _, _ in evaluated("tiny")] == [2, 4, 6, 8]
 
 
-def test_a_stop_during_the_first_step_leaves_after_the_step_that_follows(
+def test_a_stop_during_the_first_step_takes_effect_after_the_next_step(
     experiment: Experiment,
 ) -> None:
     experiment.run(expect=STOPPED_SAVED, faults=[fault("step", call=1, action="SIGTERM")])
@@ -409,7 +409,7 @@ def test_a_killed_worker_is_replaced_and_the_run_loses_no_step(
         assert not any(map(is_alive, workers))
 
 
-def test_workers_die_with_their_launcher(experiment: Experiment) -> None:
+def test_workers_end_with_their_launcher(experiment: Experiment) -> None:
     experiment.write(recipe(horizon={"steps": 2000}))
     run = experiment.start("--workers", "2", faults=[SLOW])
     wait_until(lambda: steps_of(experiment.at()))
@@ -421,7 +421,7 @@ def test_workers_die_with_their_launcher(experiment: Experiment) -> None:
     )
 
 
-def test_a_changed_horizon_and_a_wrong_path_are_reported_together(
+def test_a_changed_horizon_and_an_invalid_path_are_reported_together(
     experiment: Experiment,
 ) -> None:
     experiment.run("--stop-after-steps", "2", expect=STOPPED_SAVED)
@@ -438,7 +438,7 @@ def test_a_changed_horizon_and_a_wrong_path_are_reported_together(
 
 
 @pytest.mark.acceptance("8d-4f", "input-1e-1")
-def test_a_finished_run_is_extended_and_only_with_the_option(
+def test_a_finished_run_is_extended_only_with_the_option(
     experiment: Experiment,
 ) -> None:
     experiment.run()
@@ -470,7 +470,7 @@ def test_a_finished_run_is_extended_and_only_with_the_option(
     assert "complete: 11 steps" in experiment.run().out
 
 
-def test_a_begun_run_is_not_lengthened_without_the_option_and_goes_on_unchanged(
+def test_a_started_run_is_not_extended_without_the_option_and_continues_unchanged(
     experiment: Experiment,
 ) -> None:
     experiment.run("--stop-after-steps", "3", expect=STOPPED_SAVED)
@@ -514,7 +514,7 @@ def test_a_horizon_in_tokens_or_epochs_is_rounded_up_to_steps(
 
 @pytest.mark.acceptance("8d-7b")
 @pytest.mark.capability("A-41", "T-X10")
-def test_the_best_checkpoint_is_kept_and_so_is_the_newest(experiment: Experiment) -> None:
+def test_the_best_and_the_newest_checkpoint_are_kept(experiment: Experiment) -> None:
     best = {"metric": "heldOut/loss", "mode": "max"}
     experiment.write(
         recipe(**EVALUATED, checkpoint={"every": {"steps": 2}, "keep": 1, "best": best})
@@ -532,7 +532,7 @@ def test_the_best_checkpoint_is_kept_and_so_is_the_newest(experiment: Experiment
 
 
 @pytest.mark.capability("T-X10")
-def test_the_best_checkpoint_is_marked_also_where_its_evaluation_was_cut_short(
+def test_the_best_checkpoint_is_marked_although_its_evaluation_was_interrupted(
     experiment: Experiment,
 ) -> None:
     """The stop saves the step before its evaluation has ended; the evaluation is done again after
@@ -564,7 +564,7 @@ def test_the_best_checkpoint_is_marked_also_where_its_evaluation_was_cut_short(
     )
 
 
-def test_a_model_directory_that_was_edited_is_another_model(experiment: Experiment) -> None:
+def test_an_edited_model_directory_is_another_model(experiment: Experiment) -> None:
     experiment.run()
     experiment.command("checkpoint", "export", "runs/tiny", "--output", "exported").expect(
         DONE
@@ -614,7 +614,7 @@ def still(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_weights_come_from_another_run_and_nothing_else_does(
+def test_init_from_another_run_loads_only_the_weights(
     experiment: Experiment, workers: str
 ) -> None:
     import torch
@@ -640,7 +640,7 @@ def test_weights_come_from_another_run_and_nothing_else_does(
 
 
 @pytest.mark.parametrize("field", ["initFrom", "model"])
-def test_weights_come_from_a_transformers_directory(
+def test_init_from_can_load_a_transformers_directory(
     experiment: Experiment, field: str
 ) -> None:
     import torch
@@ -665,7 +665,7 @@ def test_weights_come_from_a_transformers_directory(
 
 
 @pytest.mark.acceptance("input-3e-2")
-def test_init_from_counts_for_a_fresh_run_only(experiment: Experiment) -> None:
+def test_init_from_applies_to_a_new_run_only(experiment: Experiment) -> None:
     experiment.run()
     experiment.write(recipe(initFrom={"path": "runs/tiny"}), name="second")
     experiment.run(name="second", directory="undisturbed")
@@ -719,7 +719,7 @@ def test_activation_checkpointing_changes_memory_and_not_the_losses(
         ("--workers", "2", "--set", "spec.training.runtime.parallelism=fsdp2"),
     ],
 )
-def test_lower_precisions_stay_near_the_full_one(
+def test_lower_precisions_stay_close_to_full_precision(
     plain: Experiment, precision: str, tolerance: float, options: tuple[str, ...]
 ) -> None:
     directory = f"{precision}-{options[1]}"
@@ -752,7 +752,7 @@ def test_a_compiled_model_has_the_same_curve(plain: Experiment) -> None:
 
 
 @pytest.mark.capability("A-14")
-def test_rows_hold_what_the_documentation_promises(plain: Experiment) -> None:
+def test_rows_have_the_documented_fields(plain: Experiment) -> None:
     rows = metric_rows(plain.at("plain"))
     assert all(
         len(row["sample_hash"]) == 16 and int(row["sample_hash"], 16) >= 0 for row in rows

@@ -68,7 +68,7 @@ def assert_falls_and_learns(experiment: Experiment, directory: str) -> int:
 
 
 @pytest.mark.capability("O-74")
-def test_a_run_that_was_killed_while_the_scale_falls_goes_on_to_the_same_bits(
+def test_a_run_killed_while_the_scale_falls_resumes_bit_equal(
     loud: Experiment,
 ) -> None:
     num_skipped = assert_falls_and_learns(loud, "undisturbed")
@@ -94,7 +94,7 @@ def test_a_run_that_was_killed_while_the_scale_falls_goes_on_to_the_same_bits(
 
 
 @pytest.mark.long
-def test_a_loss_and_a_newcomer_leave_scale_and_bits_as_they_are(
+def test_a_lost_node_and_a_joining_node_change_neither_scale_nor_bits(
     loud: Experiment, make_elastic: Callable[..., Cluster]
 ) -> None:
     # A step that overflows has no update: the first one that has is later than the newcomer.

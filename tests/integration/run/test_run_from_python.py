@@ -11,7 +11,7 @@ from evergrad_trainer import api
 
 
 @pytest.mark.capability("G-1", "G-96", "O-29")
-def test_a_run_from_python_returns_a_typed_report_and_goes_on_where_it_stopped(
+def test_a_run_from_python_returns_a_typed_report_and_resumes_where_it_stopped(
     make_experiment: Callable[[], Experiment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experiment = make_experiment()

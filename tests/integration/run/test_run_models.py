@@ -27,7 +27,7 @@ def begin(
     experiment.write(training, name=name)
 
 
-def test_weights_are_loaded_only_into_a_model_that_computes_the_same(
+def test_weights_are_loaded_only_into_an_equivalent_model(
     experiment: Experiment,
 ) -> None:
     experiment.run()
@@ -62,7 +62,7 @@ def test_weights_are_loaded_only_into_a_model_that_computes_the_same(
         assert records[0]["hidden_size"] == records[1]["hidden_size"] == 32
 
 
-def test_a_head_that_differs_from_tied_embeddings_survives_resume_and_export(
+def test_a_head_that_differs_from_tied_embeddings_is_kept_by_resume_and_export(
     experiment: Experiment,
 ) -> None:
     experiment.run()
@@ -87,7 +87,7 @@ def test_a_head_that_differs_from_tied_embeddings_survives_resume_and_export(
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "mamba"])
-def test_an_architecture_without_sdpa_trains_and_says_what_it_computes_with(
+def test_an_architecture_without_sdpa_trains_and_reports_its_attention(
     experiment: Experiment, kind: str
 ) -> None:
     own = {"head_dim": 16, "num_key_value_heads": 1}
@@ -102,7 +102,7 @@ def test_an_architecture_without_sdpa_trains_and_says_what_it_computes_with(
     assert document["processes"][0]["kernels"]["attention"] == "eager"
 
 
-def test_a_tokenizer_that_auto_tokenizer_cannot_load_is_named_at_each_stage(
+def test_a_tokenizer_that_auto_tokenizer_cannot_load_is_reported_at_each_stage(
     experiment: Experiment,
 ) -> None:
     experiment.run()

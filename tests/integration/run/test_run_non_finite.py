@@ -92,7 +92,7 @@ def spoil(experiment: Experiment, places: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_bad_step_ends_the_run_saved_and_a_run_is_taken_past_it_by_skip_steps(
+def test_a_non_finite_step_stops_the_run_saved_and_skip_steps_continues_past_it(
     bad: Experiment, workers: str
 ) -> None:
     directory, arguments = f"stopped-{workers}", ("--workers", workers)
@@ -134,7 +134,9 @@ def test_a_bad_step_ends_the_run_saved_and_a_run_is_taken_past_it_by_skip_steps(
 
 
 @pytest.mark.capability("O-78")
-def test_bad_steps_in_a_row_are_skipped_as_often_as_asked_for(bad: Experiment) -> None:
+def test_non_finite_steps_in_a_row_are_skipped_up_to_the_configured_number(
+    bad: Experiment,
+) -> None:
     write(bad, onNonFinite={"skip": 1, "then": "stop"})
     ended = bad.run("--workers", "2", name="bad", directory="one", expect=STOPPED_SAVED)
     assert "skipped step=4" in ended.out and "error: step 5, slot 2" in ended.err
@@ -158,7 +160,7 @@ def test_bad_steps_in_a_row_are_skipped_as_often_as_asked_for(bad: Experiment) -
     assert_same_state(bad.at("one"), bad.at("named"))
 
 
-def test_a_skipped_step_is_no_update_of_the_optimizer_in_a_resumed_run_either(
+def test_a_skipped_step_is_not_an_optimizer_update_in_a_resumed_run_either(
     experiment: Experiment,
 ) -> None:
     """Adam's own count follows its updates, not the steps: with another one the next updates would have other
@@ -170,7 +172,7 @@ def test_a_skipped_step_is_no_update_of_the_optimizer_in_a_resumed_run_either(
     assert_same_state(experiment.at("whole"), experiment.at("resumed"))
 
 
-def test_the_first_step_may_be_bad_and_then_nothing_is_lost(bad: Experiment) -> None:
+def test_a_non_finite_first_step_loses_nothing(bad: Experiment) -> None:
     path: Path = bad.path / "spoilt.jsonl"
     before = path.read_text()
     spoil(bad, [(1, 0)])
@@ -181,7 +183,7 @@ def test_the_first_step_may_be_bad_and_then_nothing_is_lost(bad: Experiment) -> 
     assert steps_of(bad.at("first")) == [] and checkpoints(bad.at("first")) == []
 
 
-def test_a_process_that_is_fed_learns_how_many_updates_there_were(
+def test_a_process_that_receives_state_gets_the_number_of_updates(
     make_elastic: MakeCluster, undisturbed: Experiment
 ) -> None:
     skipping = "spec.training.skipSteps=[2, 3]"
@@ -196,7 +198,7 @@ def test_a_process_that_is_fed_learns_how_many_updates_there_were(
     assert_same_state(cluster.directory, undisturbed.at("skipping"))
 
 
-def test_a_bad_step_ends_the_run_of_nodes_saved(
+def test_a_non_finite_step_ends_a_run_of_several_nodes_saved(
     make_elastic: MakeCluster, bad: Experiment
 ) -> None:
     sources = "spec.training.data.sources=[{name: docs, path: spoilt.jsonl}]"

@@ -23,7 +23,7 @@ def rows_of(directory: Path) -> dict[int, list[Any]]:
     return {step: [row[key] for key in EXACT] for step, row in curve(directory).items()}
 
 
-def test_a_run_of_05accba_goes_on_bit_for_bit(experiment: Experiment) -> None:
+def test_a_run_of_05accba_resumes_bit_equal(experiment: Experiment) -> None:
     begin(experiment)
     experiment.run(name="before")
     experiment.run(name="before", directory="anew")
@@ -65,7 +65,7 @@ def contents(experiment: Experiment) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files}
 
 
-def test_a_run_of_05accba_with_another_recipe_is_refused_and_told_how_to_go_on(
+def test_a_run_of_05accba_with_another_recipe_is_refused_with_a_remedy(
     experiment: Experiment,
 ) -> None:
     before = begin(experiment)
@@ -81,7 +81,7 @@ def test_a_run_of_05accba_with_another_recipe_is_refused_and_told_how_to_go_on(
 
 
 @pytest.mark.long
-def test_a_run_of_05accba_with_other_data_is_refused_and_told_how_to_go_on(
+def test_a_run_of_05accba_with_other_data_is_refused_with_a_remedy(
     experiment: Experiment,
 ) -> None:
     before = begin(experiment)

@@ -67,7 +67,7 @@ def test_a_run_learns_and_its_state_is_saved(trained: Experiment) -> None:
     assert final_state(trained.at("undisturbed"), prefix="optimizer.")
 
 
-def test_a_run_that_was_killed_goes_on_to_the_same_bits(trained: Experiment) -> None:
+def test_a_killed_run_resumes_bit_equal(trained: Experiment) -> None:
     killed = run_fault("step", call=8, action="SIGKILL", to="command")
     trained.run(directory="killed", expect=-9, faults=[killed])
     trained.run(directory="killed")
@@ -76,12 +76,12 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(trained: Experiment) -> 
     assert_equal(trained, "killed")
 
 
-def test_two_processes_have_the_bits_of_one(trained: Experiment) -> None:
+def test_two_processes_are_bit_equal_to_one(trained: Experiment) -> None:
     trained.run("--workers", "2", directory="two")
     assert_equal(trained, "two")
 
 
-def test_a_loss_and_a_newcomer_leave_the_bits_as_they_are(
+def test_a_lost_node_and_a_joining_node_change_no_bit(
     trained: Experiment, make_elastic: Callable[..., Cluster]
 ) -> None:
     kill = fault("SIGKILL", "update", node=1, step=4, to="node", name="kill")
@@ -101,9 +101,7 @@ def test_a_loss_and_a_newcomer_leave_the_bits_as_they_are(
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["lion", "sgd"])
-def test_a_sharded_run_that_was_killed_goes_on_to_the_same_bits(
-    experiment: Experiment, kind: str
-) -> None:
+def test_a_killed_sharded_run_resumes_bit_equal(experiment: Experiment, kind: str) -> None:
     changes: dict[str, Any] = {
         "optimizer": OPTIMIZERS[kind],
         "runtime": {"parallelism": "fsdp2"},
@@ -122,7 +120,7 @@ def test_a_sharded_run_that_was_killed_goes_on_to_the_same_bits(
 
 
 @pytest.mark.parametrize("kind", ["lion", "sgd"])
-def test_a_sharded_model_is_trained_as_a_whole_one(
+def test_a_sharded_model_is_trained_like_a_whole_one(
     experiment: Experiment, kind: str
 ) -> None:
     # Sums of gradients are rounded in another order; by it a sign differs where a mean is near zero.

@@ -73,7 +73,7 @@ def continued(make_experiment: Callable[[], Experiment]) -> Experiment:
 
 
 @pytest.mark.capability("O-22", "O-61", "G-11")
-def test_training_goes_on_in_another_mixture_with_what_follows_in_each_source(
+def test_training_in_another_mixture_continues_each_source_where_it_ended(
     continued: Experiment,
 ) -> None:
     from evergrad_trainer.checkpoint.weights import read_extra
@@ -115,7 +115,7 @@ def test_training_goes_on_in_another_mixture_with_what_follows_in_each_source(
 
 
 @pytest.mark.capability("O-22", "G-11")
-def test_a_position_in_another_mixture_goes_on_with_the_same_bits_after_kills_and_with_two_workers(
+def test_a_position_in_another_mixture_is_bit_equal_after_kills_and_with_two_workers(
     continued: Experiment,
 ) -> None:
     other = shutil.copytree(continued.at(), continued.at("other"))
@@ -140,7 +140,7 @@ def test_a_position_in_another_mixture_goes_on_with_the_same_bits_after_kills_an
 
 
 @pytest.mark.long
-def test_a_chain_of_runs_takes_up_a_source_that_one_of_them_had_left_out(
+def test_a_chain_of_runs_continues_a_source_that_one_of_them_omitted(
     continued: Experiment,
 ) -> None:
     third = merge(
@@ -160,7 +160,7 @@ def test_a_chain_of_runs_takes_up_a_source_that_one_of_them_had_left_out(
 
 
 @pytest.mark.long
-def test_all_that_reads_a_run_reads_one_that_began_at_a_position(
+def test_all_commands_read_a_run_that_started_at_a_position(
     continued: Experiment,
 ) -> None:
     # Samples of its first step: a new source has its first window there, and B is in its first pass still.
@@ -185,7 +185,7 @@ def test_all_that_reads_a_run_reads_one_that_began_at_a_position(
 
 
 @pytest.mark.long
-def test_what_has_no_place_in_another_mixture_is_refused(continued: Experiment) -> None:
+def test_settings_that_conflict_with_a_position_are_refused(continued: Experiment) -> None:
     base = merge(EXACT, SECOND)
     cases: list[tuple[dict[str, Any], str]] = [
         (

@@ -64,7 +64,7 @@ def change_record(directory: Path, change: Callable[[dict[str, Any]], Any]) -> N
     (directory / "run.json").write_text(json.dumps(record))
 
 
-def test_a_copied_checkpoint_without_its_runs_record_is_refused_by_what_is_missing(
+def test_a_copied_checkpoint_without_the_record_of_its_run_is_refused(
     chain: Experiment,
 ) -> None:
     elsewhere = chain.path / "elsewhere" / "deep" / "step-9"
@@ -84,7 +84,7 @@ def test_a_copied_checkpoint_without_its_runs_record_is_refused_by_what_is_missi
 
 
 @pytest.mark.parametrize("load", ["position", "everything"])
-def test_samples_of_the_first_step_are_those_that_the_run_trains_on_first(
+def test_the_shown_samples_of_the_first_step_are_trained_on_first(
     chain: Experiment, load: str
 ) -> None:
     from evergrad_trainer.data.order import SampleId, sample_hash
@@ -105,7 +105,7 @@ def test_samples_of_the_first_step_are_those_that_the_run_trains_on_first(
     assert min(rows) == 4
 
 
-def test_epochs_of_a_continued_run_are_those_of_its_own_steps(chain: Experiment) -> None:
+def test_epochs_of_a_continued_run_count_its_own_steps(chain: Experiment) -> None:
     record = record_of(chain.at("second"))
     (source,) = record["prepared"]["sources"]
     windows = -(-(sum(shard["tokens"] for shard in source["train"]["shards"]) - 1) // 16)
@@ -114,7 +114,7 @@ def test_epochs_of_a_continued_run_are_those_of_its_own_steps(chain: Experiment)
     assert (record["derived"]["totalSteps"], record["derived"]["samples"]) == (9, 36)
 
 
-def test_a_source_that_was_left_out_two_runs_ago_is_refused_where_it_is_cut_otherwise(
+def test_a_source_omitted_two_runs_ago_is_refused_if_it_is_split_differently(
     chain: Experiment,
 ) -> None:
     cut = {**Y, "name": "why", "samples": 5}
@@ -124,7 +124,7 @@ def test_a_source_that_was_left_out_two_runs_ago_is_refused_where_it_is_cut_othe
     assert steps_of(chain.at("cut")) == []
 
 
-def test_a_source_that_begins_anew_where_its_place_cannot_be_known_is_warned_of(
+def test_a_source_that_restarts_because_its_position_is_unknown_gives_a_warning(
     chain: Experiment,
 ) -> None:
     # A record of a version that did not write down which files a source that is left out has.
@@ -157,7 +157,7 @@ DAMAGE: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(("key", "damage"), DAMAGE, ids=[key for key, _ in DAMAGE])
-def test_a_damaged_key_of_the_record_is_named_to_a_resume_and_to_a_run_that_goes_on(
+def test_a_damaged_key_of_the_record_is_named_to_a_resume_and_to_a_continuing_run(
     chain: Experiment, key: str, damage: Callable[[dict[str, Any]], Any]
 ) -> None:
     name = f"damaged-{DAMAGE.index((key, damage))}"
@@ -171,7 +171,7 @@ def test_a_damaged_key_of_the_record_is_named_to_a_resume_and_to_a_run_that_goes
     assert f"{record}: {key}" in begun, begun
 
 
-def test_a_run_that_an_older_version_began_is_a_position_once_it_is_extended(
+def test_a_run_of_an_older_version_has_a_position_once_it_is_extended(
     chain: Experiment,
 ) -> None:
     older = copy_run(chain, "first", "older")

@@ -91,7 +91,7 @@ def record_of(directory: Path) -> dict[str, Any]:
     return record
 
 
-def test_two_nodes_that_are_stopped_between_go_on_with_the_bits_of_one_process(
+def test_two_nodes_that_are_stopped_midway_continue_bit_equal_to_one_process(
     first: Experiment,
 ) -> None:
     shutil.copytree(first.at("first"), first.at("gone"))
@@ -106,7 +106,7 @@ def test_two_nodes_that_are_stopped_between_go_on_with_the_bits_of_one_process(
     assert_same_state(first.at("whole"), first.at("nodes"))
 
 
-def test_a_node_that_joins_before_the_first_checkpoint_goes_on_from_the_memory_of_one_that_is_killed(
+def test_a_node_that_joins_before_the_first_checkpoint_takes_the_state_of_a_later_killed_node(
     first: Experiment, cluster: Cluster
 ) -> None:
     # Nothing is saved before the end: whoever comes has the run's record, and the state of a peer.
@@ -136,7 +136,7 @@ def test_a_node_that_joins_before_the_first_checkpoint_goes_on_from_the_memory_o
 
 
 @pytest.mark.parametrize("before", ["dataParallel", "fsdp2"])
-def test_a_sharded_run_goes_on_at_a_position_and_after_kills_with_the_same_bits(
+def test_a_sharded_run_continues_at_a_position_and_after_kills_bit_equal(
     make_experiment: Callable[[], Experiment], before: str
 ) -> None:
     two = ("--workers", "2")
@@ -180,7 +180,7 @@ def test_a_sharded_run_goes_on_at_a_position_and_after_kills_with_the_same_bits(
         ("shares", "passes", None),
     ],
 )
-def test_a_position_between_mixtures_by_passes_and_by_shares_goes_on_in_each_source_to_its_end(
+def test_a_position_between_mixtures_by_passes_and_by_shares_continues_each_source_to_its_end(
     make_experiment: Callable[[], Experiment],
     mixing: str,
     next_mixing: str,

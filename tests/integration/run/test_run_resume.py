@@ -107,7 +107,7 @@ def undisturbed(
 @pytest.mark.acceptance("8d-1a:pretrain", "8d-1d:pretrain", "8d-6c:pretrain", "8d-9b")
 @pytest.mark.capability("G-32", "O-45", "T-2")
 @POINTS
-def test_a_run_that_was_asked_to_stop_and_started_again_equals_one_that_was_not(
+def test_a_run_stopped_on_request_and_started_again_equals_an_undisturbed_run(
     undisturbed: Undisturbed, last: int
 ) -> None:
     directory = f"stopped-after-{last}"
@@ -133,7 +133,7 @@ def test_a_run_that_was_asked_to_stop_and_started_again_equals_one_that_was_not(
 @pytest.mark.acceptance("8d-1b:pretrain", "8d-12b")
 @pytest.mark.capability("G-89", "C-13", "C-45", "O-19")
 @POINTS
-def test_a_run_that_was_killed_and_started_again_repeats_exactly_the_steps_after_its_last_checkpoint(
+def test_a_run_killed_and_started_again_repeats_exactly_the_steps_after_its_last_checkpoint(
     undisturbed: Undisturbed, last: int
 ) -> None:
     directory = f"killed-after-{last}"
@@ -163,7 +163,7 @@ def test_a_run_that_was_killed_and_started_again_repeats_exactly_the_steps_after
 
 @pytest.mark.acceptance("8d-2d")
 @pytest.mark.long
-def test_many_stops_and_kills_in_one_run_leave_no_trace_in_its_curve(
+def test_many_stops_and_kills_in_one_run_do_not_change_its_curve(
     experiment: Experiment,
 ) -> None:
     experiment.write(recipe(horizon={"steps": 20}, checkpoint={"every": {"steps": 4}}))
@@ -189,7 +189,7 @@ def test_many_stops_and_kills_in_one_run_leave_no_trace_in_its_curve(
 
 
 @pytest.mark.acceptance("8d-2b:pretrain")
-def test_a_kill_while_a_checkpoint_is_written_resumes_from_the_one_before(
+def test_a_kill_while_a_checkpoint_is_written_resumes_at_the_previous_one(
     experiment: Experiment,
 ) -> None:
     experiment.write(recipe(checkpoint={"asynchronous": False}))
@@ -216,7 +216,7 @@ def test_a_kill_while_a_checkpoint_is_written_resumes_from_the_one_before(
     )
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_again(
+def test_a_run_killed_before_its_first_checkpoint_starts_again(
     experiment: Experiment,
 ) -> None:
     experiment.run(directory="undisturbed")
@@ -232,7 +232,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(
 
 
 @pytest.mark.acceptance("8d-2d")
-def test_a_signal_from_outside_at_any_moment_loses_nothing(experiment: Experiment) -> None:
+def test_a_real_signal_at_any_time_loses_nothing(experiment: Experiment) -> None:
     """No planned fault: a real kill from another process, whenever it lands."""
     import signal
 
@@ -266,9 +266,7 @@ def test_dropout_draws_the_same_numbers_after_a_resume(experiment: Experiment) -
 
 @pytest.mark.capability("O-36", "T-15")
 @pytest.mark.parametrize("precision", ["bf16-autocast", "bf16"])
-def test_every_precision_resumes_bit_for_bit(
-    experiment: Experiment, precision: str
-) -> None:
+def test_every_precision_resumes_bit_equal(experiment: Experiment, precision: str) -> None:
     import torch
 
     experiment.write(recipe(runtime={"precision": precision}))

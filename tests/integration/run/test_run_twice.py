@@ -63,7 +63,7 @@ def test_a_second_run_is_refused_while_the_first_one_is_alive(
     assert "is complete" in experiment.run().out
 
 
-def test_a_second_run_of_an_elastic_run_is_refused_whatever_its_own_shape(
+def test_a_second_run_of_an_elastic_run_is_refused_for_any_number_of_nodes(
     experiment: Experiment,
 ) -> None:
     experiment.write()
@@ -77,7 +77,7 @@ def test_a_second_run_of_an_elastic_run_is_refused_whatever_its_own_shape(
 
 
 @pytest.mark.parametrize("arguments", [(), ("--nodes", "2")], ids=["alone", "elastic"])
-def test_take_over_lets_the_first_one_save_and_no_step_is_trained_twice(
+def test_take_over_lets_the_first_process_save_and_no_step_is_repeated(
     experiment: Experiment, arguments: tuple[str, ...]
 ) -> None:
     experiment.write(recipe(horizon={"steps": 40}))
@@ -93,7 +93,7 @@ def test_take_over_lets_the_first_one_save_and_no_step_is_trained_twice(
         assert_same_state(experiment.at("undisturbed"), experiment.at())
 
 
-def test_a_process_that_was_killed_refuses_nobody(experiment: Experiment) -> None:
+def test_a_killed_process_blocks_no_later_start(experiment: Experiment) -> None:
     experiment.write()
     first = experiment.start(faults=[HOLD])
     wait_until(lambda: len(steps_of(experiment.at())) == 5)
@@ -112,7 +112,7 @@ def test_a_process_that_was_killed_refuses_nobody(experiment: Experiment) -> Non
         experiment.run("--stop-after-steps", "1", expect=STOPPED_SAVED)
 
 
-def test_take_over_needs_nobody_to_take_over_from(experiment: Experiment) -> None:
+def test_take_over_works_without_another_process(experiment: Experiment) -> None:
     experiment.write()
     experiment.run("--take-over")
     assert steps_of(experiment.at()) == [*range(1, 9)]

@@ -73,9 +73,7 @@ def test_a_larger_world_trains_the_same_samples_with_the_same_losses(
 
 @pytest.mark.acceptance("8d-17a:pretrain")
 @pytest.mark.parametrize("workers", ["2", "3"])
-def test_in_exact_mode_a_larger_world_has_the_same_bits(
-    exact: Experiment, workers: str
-) -> None:
+def test_in_exact_mode_a_larger_world_is_bit_equal(exact: Experiment, workers: str) -> None:
     assert_same_curve(exact.at("1"), exact.at(workers))
     assert_same_state(exact.at("1"), exact.at(workers))
     assert evaluations(exact, "1") == evaluations(exact, workers)
@@ -84,7 +82,7 @@ def test_in_exact_mode_a_larger_world_has_the_same_bits(
     ).expect(0)
 
 
-def test_in_exact_mode_a_run_whose_world_changes_at_each_restart_has_the_same_bits(
+def test_in_exact_mode_a_run_whose_world_size_changes_at_each_restart_is_bit_equal(
     exact: Experiment,
 ) -> None:
     for workers, steps in (("1", "2"), ("3", "3")):
@@ -112,14 +110,14 @@ def test_in_exact_mode_a_run_whose_world_changes_at_each_restart_has_the_same_bi
     assert evaluations(exact, "1") == evaluations(exact, "changing")
 
 
-def test_the_exact_mode_differs_from_the_fast_one_by_rounding_only(
+def test_exact_mode_differs_from_fast_mode_by_rounding_only(
     fast: Experiment, exact: Experiment
 ) -> None:
     assert_same_curve(fast.at("1"), exact.at("1"), exact=False, tolerance=1e-5)
 
 
 @pytest.mark.long
-def test_a_run_whose_world_changes_at_each_restart_trains_the_same_samples(
+def test_a_run_whose_world_size_changes_at_each_restart_trains_the_same_samples(
     fast: Experiment,
 ) -> None:
     for workers, steps in (("1", "2"), ("3", "3")):
@@ -154,7 +152,7 @@ def test_sharding_trains_the_same_samples_with_the_same_losses(
 COPIES = ("--workers", "4", "--set", SHARDED, "--set", "spec.training.runtime.shards=2")
 
 
-def test_two_copies_of_two_shards_train_the_same_samples_with_the_same_losses(
+def test_two_replicas_of_two_shards_train_the_same_samples_with_the_same_losses(
     fast: Experiment,
 ) -> None:
     fast.run(*COPIES, directory="copies")
@@ -167,7 +165,7 @@ def test_two_copies_of_two_shards_train_the_same_samples_with_the_same_losses(
     )
 
 
-def test_a_flipped_bit_of_one_of_two_copies_is_found_before_the_next_save_and_names_both_ranks(
+def test_a_flipped_bit_in_one_of_two_replicas_is_detected_and_both_ranks_are_named(
     fast: Experiment,
 ) -> None:
     # Rank 3 holds what rank 1 holds. Step 6 is saved; two copies cannot tell which of them is right.
@@ -188,7 +186,7 @@ def test_a_flipped_bit_of_one_of_two_copies_is_found_before_the_next_save_and_na
     ],
     ids=["replicated, sharded, alone", "sharded by 3, by 2, replicated"],
 )
-def test_a_checkpoint_of_one_parallelism_is_loaded_under_another(
+def test_a_checkpoint_of_one_parallelism_loads_under_another(
     fast: Experiment, starts: list[tuple[str, str]]
 ) -> None:
     directory = f"resharded-{starts[0][0]}"
@@ -210,7 +208,7 @@ def test_a_checkpoint_of_one_parallelism_is_loaded_under_another(
 
 
 @pytest.mark.capability("T-12")
-def test_dropout_does_not_depend_on_the_world(experiment: Experiment) -> None:
+def test_dropout_is_independent_of_the_world_size(experiment: Experiment) -> None:
     model = {
         "model_type": "gpt2",
         "n_embd": 32,
@@ -227,7 +225,7 @@ def test_dropout_does_not_depend_on_the_world(experiment: Experiment) -> None:
     assert_same_state(experiment.at("1"), experiment.at("3"))
 
 
-def test_a_part_of_a_sample_that_is_padded_counts_no_token_in_any_world(
+def test_padding_of_a_sample_counts_no_token_for_any_world_size(
     experiment: Experiment,
 ) -> None:
     """The loss is divided by the step's valid tokens, not by a rank's: padding that falls on one rank must
