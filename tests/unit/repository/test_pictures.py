@@ -42,19 +42,78 @@ def test_a_changed_record_gives_another_picture(pictures: ModuleType) -> None:
     assert drawn != pictures.draw_recovery(samples)
 
 
-def test_a_terminal_picture_shows_only_the_section_with_the_kill(
-    pictures: ModuleType,
-) -> None:
-    page = (
-        f"## Before\n\n    $ nothing\n\n{pictures.SECTION}\n\n    $ kubectl get <pods>\n    NAME  READY\n\n"
-        "*0 s*\n\n    $ kubectl wait\n    met\n"
-    )
-    texts = [
-        element.text
-        for element in ElementTree.fromstring(pictures.draw_terminal(page)).iter()
+def texts_of(svg: str) -> list[ElementTree.Element]:
+    return [
+        element
+        for element in ElementTree.fromstring(svg).iter()
         if element.tag.endswith("text")
     ]
-    assert texts == ["$ kubectl get <pods>", "NAME  READY"]
+
+
+def test_the_picture_of_a_kill_shows_only_its_section_in_fixed_columns(
+    pictures: ModuleType,
+) -> None:
+    page = f"""## Before
+
+    $ nothing
+
+{pictures.SECTION}
+
+    $ kubectl get pods -l <label>
+    NAME  READY  STATUS  RESTARTS  AGE
+
+    {pictures.WATCH} & sleep 1; kubectl delete pod a --wait=false; sleep 30
+    NAME   PHASE     NODES   STEP     LOSS   ETA   RESTARTS   AGE
+    a      Running   2/2     9/200    3.1    4s    0          7s
+    a      Running   1/2     100/200   3.0    3s    1          8s
+    pod "a" deleted
+    a      Complete           200/200   2.4          1          15s
+    a      Complete           200/200   2.4          1          15s
+
+    $ kubectl get pods -l <label>
+    NAME   READY   STATUS      RESTARTS   AGE
+    a-0    0/1     Completed   0          37s
+
+    $ kubectl wait
+    met
+"""
+    lines: dict[float, list[tuple[float, str | None]]] = {}
+    for element in texts_of(pictures.draw_kill(page)):
+        place = (float(element.attrib["x"]), element.text)
+        lines.setdefault(float(element.attrib["y"]), []).append(place)
+    rows = [[text for _, text in places if text] for _, places in sorted(lines.items())]
+    assert rows[:-1] == [
+        [pictures.WATCH],
+        ["PHASE", "NODES", "STEP", "LOSS", "RESTARTS", "AGE"],
+        ["Running", "2/2", "9/200", "3.1", "0", "7s"],
+        ["Running", "1/2", "100/200", "3.0", "1", "8s"],
+        ["$ kubectl delete pod a --wait=false"],
+        ['pod "a" deleted'],
+        ["Complete", "200/200", "2.4", "1", "15s"],
+        ["$ kubectl get pods -l <label>"],
+        ["NAME", "READY", "STATUS", "AGE"],
+        ["a-0", "0/1", "Completed", "37s"],
+    ]
+    runs = [places for places in lines.values() if len(places) == len(pictures.RUN_COLUMNS)]
+    assert len(runs) == 4 and len({tuple(x for x, _ in places) for places in runs}) == 1
+
+
+@pytest.mark.parametrize("name", ["kill.svg", "recovery.svg"])
+def test_the_text_of_a_picture_has_nine_pixels_on_a_phone(
+    root: Path, pictures: ModuleType, name: str
+) -> None:
+    # A page of 390 pixels leaves 358 for a picture.
+    svg = (root / "docs/pictures" / name).read_text("utf-8")
+    scale = 358 / pictures.WIDTH
+    sizes = [int(size) for size in re.findall(r"font: (\d+)px", svg)]
+    assert sizes and min(sizes) * scale >= 9
+    # A letter of a terminal is 0.6 of its size wide.
+    ends = [
+        float(element.attrib["x"]) + 0.6 * min(sizes) * len(element.text or "")
+        for element in texts_of(svg)
+        if "screen" in element.attrib["class"]
+    ]
+    assert max(ends, default=0) <= pictures.WIDTH
 
 
 def test_the_figures_in_the_readme_match_the_medians_of_the_benchmark(
