@@ -30,5 +30,5 @@ def judge(raw: Mapping[str, Any]) -> str:
 
 
 def ask_kstatus(objects: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return kstatus's own answers."""
+    """Return the results of kstatus itself."""
     return [one["status"] for one in toolbox.ask("kstatus", list(objects))]

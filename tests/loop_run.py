@@ -17,7 +17,7 @@ STEPS = 6
 
 
 class Steps:
-    """Steps that compute nothing; what this rank raises, all have raised."""
+    """Steps that compute nothing. Observer requests of this rank are the requests of all ranks."""
 
     def run(
         self, step: int, world: World, flags: tuple[bool, ...], *, is_skipped: bool

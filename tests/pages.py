@@ -41,9 +41,9 @@ def play(
     codes: tuple[int, ...] = (0,),
     seconds: float = SECONDS,
 ) -> str:
-    """Run ``script`` in ``folder`` up to its first failure; it has to end with one of ``codes``.
+    """Run ``script`` in ``folder`` up to its first failure. Its exit code must be one of ``codes``.
 
-    Returns all that it prints. ``environment``: that of :func:`make_environment`, if none is given.
+    Returns its whole output. ``environment``: by default that of :func:`make_environment`.
     """
     done = subprocess.run(
         ["bash", "-c", f"set -e\n{script}"],

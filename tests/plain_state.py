@@ -1,4 +1,4 @@
-"""The whole state of a checkpoint, as tests compare it."""
+"""The whole state of a checkpoint, in the form that tests compare."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from evergrad_trainer.checkpoint.weights import open_tensors
 
 
 def read_plain_state(checkpoint: Path, *, prefix: str = "") -> dict[str, torch.Tensor]:
-    """All tensors of one checkpoint whose keys begin with ``prefix``, whole, on the host, in this process
-    alone.
+    """Return all tensors of one checkpoint whose keys begin with ``prefix``, whole, on the host, in this
+    process alone.
 
     Raises CheckpointError if the checkpoint does not validate.
     """

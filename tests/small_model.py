@@ -1,4 +1,4 @@
-"""A model of four parameters with a kept and a scratch buffer, and a few steps of training on it."""
+"""A model of four parameters with a kept and a scratch buffer, and a few training steps."""
 
 import torch
 from torch import nn

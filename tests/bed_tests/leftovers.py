@@ -1,7 +1,7 @@
-"""What a bed could leave behind on the machine, as sets that can be compared; printed as JSON for the bed
+"""What a test bed could leave on the machine, as comparable sets, printed as JSON for the bed that
 EVERGRAD_BED names.
 
-Other beds may be up meanwhile and start pods, and other tests run; what belongs to those is left out.
+Other beds may be up and start pods, and other tests run; their objects are excluded.
 """
 
 import json
@@ -17,7 +17,7 @@ from bed import cgroups, images, state
 from bed.places import BRIDGE_END, CLUSTER, NAME, STATE, work
 from bed.process_state import is_alive
 
-# Names the parallel test process, in the environment of all that it starts.
+# Marks the parallel test process, in the environment of all processes that it starts.
 WORKER = "PYTEST_XDIST_WORKER"
 NAMESPACES = ("net", "mnt", "pid", "uts", "ipc")
 
@@ -26,7 +26,7 @@ def _output(*command: str) -> set[str]:
     result = subprocess.run(
         command, capture_output=True, text=True, check=True, timeout=PATIENCE
     )
-    # Counters of rules change with every packet.
+    # Rule counters change with every packet.
     return {
         line
         for line in result.stdout.splitlines()
@@ -38,7 +38,7 @@ def _is_of_another_bed(folder: Path) -> bool:
     try:
         lines = (folder / "cgroup").read_text().splitlines()
     except OSError:
-        return True  # it has just ended
+        return True  # the process has just ended
     group = next((line.rpartition(":")[2] for line in lines if ":freezer:" in line), "/")
     return group.startswith("/bed") and group.split("/")[1] != NAME
 
@@ -47,7 +47,7 @@ def _is_of_another_worker(folder: Path) -> bool:
     try:
         variables = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
-        return True  # it has just ended
+        return True  # the process has just ended
     worker = next(
         (one.partition("=")[2] for one in variables if one.startswith(f"{WORKER}=")), None
     )
@@ -87,8 +87,8 @@ def _processes() -> set[str]:
 
 
 def _waits_for_reaping(folder: Path) -> bool:
-    """Whether it was the first process of a namespace of process ids, is killed, and only outlives those that
-    are not reaped."""
+    """Return whether it was the first process of a PID namespace, is killed, and only outlives its unreaped
+    processes."""
     try:
         return (folder / "wchan").read_text() == "zap_pid_ns_processes"
     except OSError:
@@ -99,7 +99,7 @@ def _namespaces() -> set[str]:
     found = set()
     for folder in _machines_processes():
         if not is_alive(int(folder.name)) or _waits_for_reaping(folder):
-            continue  # the namespaces of dead processes end when the machine's first process reaps them
+            continue  # The namespaces of dead processes end when the first process of the machine reaps them.
         for name in NAMESPACES:
             try:
                 found.add((folder / "ns" / name).readlink().as_posix())
@@ -117,7 +117,7 @@ def _mounts() -> set[str]:
 
 
 def _is_of_others(mount: Path) -> bool:
-    # Tests that run beside these mount small volumes in pytest's folders, where no bed has anything.
+    # Tests that run at the same time mount small volumes in pytest's folders, where no bed has files.
     of_a_test = any(part.startswith("pytest-of-") for part in mount.parts)
     return of_a_test or mount.is_relative_to(images.folder())
 

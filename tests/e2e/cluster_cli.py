@@ -66,7 +66,7 @@ class Page:
     """The output of the command. It is complete when the command has ended."""
 
     def read_updates(self, number: int) -> list[dict[str, Any]]:
-        """The first states that come by themselves."""
+        """The states that the page shows without an action of the user."""
         asked = urllib.request.Request(
             f"{self.address}live", headers={"Authorization": f"Bearer {self.token}"}
         )
@@ -80,7 +80,7 @@ class Page:
 
 @contextlib.contextmanager
 def open_page(cli: Cli, run: str) -> Iterator[Page]:
-    """The page of a run inside the block, opened by ``evergrad open``, which an interrupt ends with 0."""
+    """The page of a run inside the block, opened by ``evergrad open``. An interrupt ends the command with 0."""
     opening = subprocess.Popen(
         cli.command("open", run, "--no-browser", "--json"),
         stdout=subprocess.PIPE,

@@ -185,9 +185,9 @@ def documents() -> str:
 def wait_for(
     is_so: Callable[[], Any], what: str, *, seconds: float = PATIENCE, every: float = 0.2
 ) -> Any:
-    """The first true answer.
+    """Return the first true result.
 
-    Fails after ``seconds``, naming ``what`` and, if it is a function's, its last answer.
+    Fails after ``seconds``, naming ``what`` and, if it is a function, its last result.
     """
     until, answer = time.monotonic() + seconds, None
     while time.monotonic() < until:
@@ -342,8 +342,8 @@ class Runs:
 
     @property
     def _kubectl(self) -> list[str]:
-        # What kubectl knows of a server it keeps for minutes; other tests bring and take away resources of
-        # the same name.
+        # kubectl caches the kinds of a server for minutes, but other tests add and remove resources of the
+        # same name.
         cache = ("--cache-dir", str(self.scratch / "kubectl"))
         return [
             str(self.cluster.kubectl),
@@ -590,7 +590,7 @@ class Run:
         """Return the step of the newest complete checkpoint."""
         return max(int(name.split("-")[1]) for name in self.checkpoints())
 
-    # ---- what must hold ------------------------------------------------------------------------------------
+    # ---- invariants ---------------------------------------------------------------------------------------
 
     def repeated_steps(self) -> int:
         """Return the number of rows of repeated steps."""

@@ -32,9 +32,9 @@ class Shell:
         seconds: float = PATIENCE + 60,
         folder: Path = ROOT,
     ) -> str:
-        """Run a command, by default from the repository's root, and return what it prints.
+        """Run a command, by default from the repository's root, and return its output.
 
-        It ends with one of ``codes``.
+        Its exit code must be one of ``codes``.
         """
         return play(
             command, folder, environment=self._environment, codes=codes, seconds=seconds

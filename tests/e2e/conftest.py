@@ -1,5 +1,5 @@
-"""What all end-to-end tests share: a cluster, the operator installed by Helm, a namespace each, an
-undisturbed local run, and a look at the operator after every test."""
+"""Fixtures of all end-to-end tests: a cluster, the operator installed by Helm, one namespace per test, an
+undisturbed local run, and a check of the operator after every test."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ _CLASSES = [
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The undisturbed run, begun early so that it trains while the cluster starts."""
+    """The undisturbed run, started early so that it trains while the cluster starts."""
     import cluster_runs
 
     one = cluster_runs.Reference(tmp_path_factory.mktemp("reference"))
@@ -48,7 +48,7 @@ def operator(reference: Any, cluster: Any) -> Iterator[Any]:  # noqa: F811
 
 @pytest.fixture(scope="session")
 def operator_watch(operator: Any) -> Any:
-    """What was seen of the operator so far."""
+    """The previous check of the operator."""
     import operator_watch
 
     watch = operator_watch.OperatorWatch(operator)
@@ -67,12 +67,13 @@ def _operator_stays_well(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     if "operator" not in request.fixturenames:
         yield
-        # Tests of the bed itself kill its API server, whether or not an operator is there to see it.
+        # Tests of the bed itself kill its API server, with or without a running operator.
         request.session.stash[_IS_UNWATCHED] = True
         return
     watch = request.getfixturevalue("operator_watch")
     one = request.getfixturevalue("operator")
-    # A module that installs the operator, or puts it back, ends the one before: no test of it is to blame.
+    # If a module installs or restores the operator, the previous operator ends; no test of the module caused
+    # this.
     if one.is_changed or request.session.stash.get(_IS_UNWATCHED, False):
         one.wait_for_rollout()
         watch.look()
@@ -134,7 +135,7 @@ def runs(
     request: pytest.FixtureRequest,
     tmp_path: Path,
 ) -> Iterator[Any]:
-    """A namespace of this test's own."""
+    """A namespace of one test."""
     del operator
     with _open_runs(cluster, request, tmp_path) as one:
         yield one
@@ -147,7 +148,7 @@ def other_runs(
     request: pytest.FixtureRequest,
     tmp_path: Path,
 ) -> Iterator[Any]:
-    """A second one."""
+    """A second namespace of the same test."""
     del operator
     (tmp_path / "other").mkdir()
     with _open_runs(cluster, request, tmp_path / "other") as one:
@@ -159,7 +160,7 @@ _FAILED = pytest.StashKey[bool]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
-    """Remember that a test failed, so that its namespace is described before it goes."""
+    """Record that a test failed, so that its namespace is described before it is deleted."""
     report = yield
     item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
     return report

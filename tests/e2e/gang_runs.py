@@ -1,4 +1,4 @@
-"""Steps that any gang scheduler has to take with runs, for the tests of each."""
+"""Steps that every gang scheduler must support, for the tests of each."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,40 +6,40 @@ from typing import Any
 from cluster_runs import ENDLESS, GROUP, RESOURCE, Run, Runs, wait_for
 
 PLACE = "example.com/place"
-"""A made-up device, of which the hosts have just so many as a test needs."""
+"""A simulated device. Hosts have exactly as many as a test needs."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The PodGroups of one gang scheduler. ``version``: API group and version. ``minimum``: the way to it in a
-    group's spec."""
+    """The PodGroups of one gang scheduler. ``version``: API group and version. ``minimum``: path to the
+    minimum in a group's spec."""
 
     version: str
     minimum: tuple[str, ...]
 
     def path(self, run: Run) -> str:
-        """The run's PodGroup, on the API server."""
+        """Return the PodGroup of the run from the API server, or None."""
         return f"/apis/{self.version}/namespaces/{run.runs.namespace}/podgroups/{run.name}"
 
     def of(self, run: Run) -> dict[str, Any]:
-        """The run's PodGroup."""
+        """Return the PodGroup of the run."""
         found: dict[str, Any] = run.runs.cluster.api.get(self.path(run))
         return found
 
     def minimum_of(self, run: Run) -> Any:
-        """How many of its pods must find a host at once."""
+        """Return how many of its pods must find a host together."""
         found: Any = self.of(run)["spec"]
         for key in self.minimum:
             found = found[key]
         return found
 
     def is_gone(self, run: Run) -> bool:
-        """Whether the run has no PodGroup."""
+        """Return whether the run has no PodGroup."""
         return not run.runs.cluster.api.is_there(self.path(run))
 
 
 def start(runs: Runs, name: str, *, least: int, most: int, **changes: Any) -> Run:
-    """A run of so many nodes, each of which takes one place of a host."""
+    """Start a run of this number of nodes, each of which occupies one place of a host."""
     return runs.start(
         name,
         steps=ENDLESS,
@@ -50,7 +50,7 @@ def start(runs: Runs, name: str, *, least: int, most: int, **changes: Any) -> Ru
 
 
 def hosts(run: Run) -> dict[int, str]:
-    """Index of each pod → its host, empty where it has none."""
+    """Return the host of each pod by index, or an empty text for a pod without one."""
     return {
         int(pod["metadata"]["labels"][f"{GROUP}/index"]): str(
             pod["spec"].get("nodeName", "")
@@ -60,9 +60,10 @@ def hosts(run: Run) -> dict[int, str]:
 
 
 def place_one_gang_after_the_other(runs: Runs, faults: Any, groups: Groups) -> Run:
-    """Start a second gang of two where one place is left, and see it wait as a whole until the first is gone.
+    """Start a second gang of two nodes while one place is free, and check that it waits as a whole until the
+    first gang has ended.
 
-    Returns the second.
+    Returns the second run.
     """
     faults.set_gpus("n1", 2, resource=PLACE)
     faults.set_gpus("n2", 1, resource=PLACE)
@@ -71,7 +72,7 @@ def place_one_gang_after_the_other(runs: Runs, faults: Any, groups: Groups) -> R
     first.wait_for_step(5)
     assert groups.minimum_of(first) == 2
 
-    # One place is free. Without a gang, a pod of the second run would take it, and wait for ever.
+    # One place is free. Without a gang, a pod of the second run would occupy it and wait forever.
     second = start(runs, "second", least=2, most=2)
     wait_for(lambda: len(hosts(second)) == 2, "both pods of the second run")
     wait_for(
@@ -94,8 +95,8 @@ def place_one_gang_after_the_other(runs: Runs, faults: Any, groups: Groups) -> R
 
 
 def grow_and_replace(runs: Runs, faults: Any, groups: Groups) -> Run:
-    """See a node above the minimum come alone once there is room, and a lost pod come again. Returns the run,
-    of two to three nodes."""
+    """Check that a node above the minimum joins alone when there is capacity, and that a lost pod is
+    replaced. Returns the run of two to three nodes."""
     faults.set_gpus("n1", 2, resource=PLACE)
     run = start(runs, "elastic", least=2, most=3)
     run.wait_for_world(2)

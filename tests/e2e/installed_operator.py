@@ -29,7 +29,7 @@ class Operator:
     trainer_image: str
     namespace: str = NAMESPACE
     is_changed: bool = False
-    """Whether it was installed anew since somebody looked."""
+    """Whether the operator was installed again since the last check."""
 
     def helm(self, *arguments: str, seconds: float = PATIENCE + 60) -> str:
         """Run helm, and return its output."""
@@ -72,8 +72,8 @@ class Operator:
                 f"{key}.tag={tag}",
             ]
         if chart == ROOT / "charts/evergrad":
-            # On a busy machine an answer may take longer than the default of 5 s, and the API server would store
-            # what a test expects to be refused.
+            # On a busy machine a response may take longer than the default of 5 s, and the API server would
+            # store an object that a test expects to be refused.
             values += ["--set", "webhook.timeoutSeconds=30"]
         self.helm(
             "upgrade",
@@ -150,8 +150,8 @@ class Operator:
         self.wait_until_ready()
 
     def kill(self, faults: Any) -> None:
-        """SIGKILL, and a new one as soon as there can be: a container that is killed often is restarted ever
-        later."""
+        """Kill the operator with SIGKILL and replace its pod. A container that is killed repeatedly would be
+        restarted after growing pauses."""
         pod = self.pod()["metadata"]
         faults.kill_container(self.namespace, pod["name"])
         self.kubectl(
@@ -179,7 +179,7 @@ class Operator:
         return self.kubectl("logs", "-l", SELECTOR, "--tail=-1")
 
     def log_of(self, pod: str, *, previous: bool = False) -> str:
-        """What one pod of it has logged; ``previous``: before its container restarted."""
+        """Return the log of one pod of the operator; ``previous``: the log before its container restarted."""
         return self.kubectl(
             "logs", pod, "--tail=-1", *(["--previous"] if previous else []), check=False
         )
@@ -193,7 +193,7 @@ class Operator:
             return str(answer.read().decode())
 
     def close(self) -> None:
-        """Take the release away; on a cluster that is torn down anyway nobody waits for it."""
+        """Uninstall the release. On a cluster that is torn down anyway, do not wait for it."""
         if not self.cluster.is_bed:
             self.helm("uninstall", RELEASE)
 
@@ -203,7 +203,7 @@ def install(cluster: Any) -> Operator:
     operator_image, trainer_image = cluster.product_images()
     one = Operator(cluster, operator_image, trainer_image)
     one.upgrade()
-    # The same tag may stand for another image than the one that an operator of an earlier session was started
+    # The same tag may name another image than the one that an operator of an earlier session was started
     # with.
     one.kubectl("delete", "pods", "-l", SELECTOR, "--now")
     one.wait_until_ready()

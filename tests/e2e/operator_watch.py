@@ -50,18 +50,17 @@ class OperatorWatch:
     operator: Watched
     _restarts: dict[str, int] = field(
         default_factory=dict
-    )  # pod → restarts of its containers
+    )  # Pod → number of restarts of its containers.
     _read: dict[str, int] = field(
         default_factory=dict
-    )  # pod → characters of its log that were looked at
+    )  # Pod → number of characters of its log that were checked.
 
     def look(self) -> Found:
         """Return all new findings."""
         pods = [pod for pod in self.operator.pods() if _is_there(pod)]
         restarts = {pod["metadata"]["name"]: count_restarts(pod) for pod in pods}
 
-        # A pod that is away, or takes the place of one, means that the operator ended as much as a restart
-        # does.
+        # A missing or replaced pod means that the operator ended, like a restart.
         ended = [
             f"{name}: the operator's pod is gone"
             for name in self._restarts
@@ -76,7 +75,7 @@ class OperatorWatch:
                 )
                 texts.append(self.operator.log_of(name, previous=True))
                 start = 0
-            # Kubelets begin a new file when a log is long; it is read from its beginning then.
+            # Kubelets start a new file when a log is long. Then the log is read from its beginning.
             texts.append(log[start if start <= len(log) else 0 :])
             self._read[name] = len(log)
         self._restarts = restarts

@@ -28,7 +28,7 @@ dist.destroy_process_group()
 
 
 def start_script(runs: Runs, name: str) -> Run:
-    """A run that has done some steps on two nodes and goes on until ``finish``."""
+    """A run that has done some steps on two nodes and continues until ``finish``."""
     runs.kubectl("create", "configmap", "script", f"--from-literal=train.py={SCRIPT}")
     run = runs.start(
         name,

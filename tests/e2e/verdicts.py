@@ -1,6 +1,6 @@
-"""Manifests with the verdict of ``evergrad validate`` and of ``kubectl apply``, as one table.
+"""Manifests with the verdicts of ``evergrad validate`` and ``kubectl apply``, as one table.
 
-Each row changes a right run. Values are YAML as a file has it: `y` here is an unquoted y in the file.
+Each row changes a valid run. Values are YAML text as in a file: `y` here is an unquoted y in the file.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any, Final
 import yaml
 
 Changes = Mapping[str, str]
-"""Dotted path → the text that the file has there."""
+"""Dotted path → text of the value in the file."""
 
 _SPREAD: Final = "topologyKey: zone, whenUnsatisfiable: ScheduleAnyway"
 _FILE: Final = "configMap: {name: a, defaultMode: %s}"
@@ -84,7 +84,7 @@ ACCEPTED: Final[Mapping[str, Changes]] = {
         "spec.resources": "{requests: &same {cpu: 1}, limits: {<<: *same, memory: 1Gi}}",
     },
 }
-"""Both take it, and the server stores the values that are read here."""
+"""Both accept it, and the server stores the values that Evergrad reads."""
 
 REFUSED: Final[Mapping[str, Changes]] = {
     "a word in quotes for a switch": {"spec.suspend": "'y'"},
@@ -145,7 +145,7 @@ REFUSED: Final[Mapping[str, Changes]] = {
     "two lengths": {"spec.training.horizon": "{steps: 1, tokens: 1M}"},
     "a volume and a claim": {"spec.storage": "{size: 1Gi, claimName: mine}"},
 }
-"""Neither takes it."""
+"""Both refuse it."""
 
 STRICTER: Final[Mapping[str, Changes]] = {
     "a leading zero outside of the template": {"spec.activeDeadlineSeconds": "010"},
@@ -154,15 +154,17 @@ STRICTER: Final[Mapping[str, Changes]] = {
     "a null in a map of texts": {"spec.template.labels": "{a: null}"},
     "finalizers": {"metadata.finalizers": "[example.com/mine]"},
 }
-"""``validate`` refuses on purpose what kubectl takes: nearly always a slip, or nothing that a file of a run sets.
+"""``validate`` deliberately refuses values that kubectl accepts. Such a value is nearly always a slip, and no
+file of a run needs it.
 
 docs/reference/trainingrun.md lists them.
 """
 
 
 def write_manifest(base: Mapping[str, Any], changes: Changes) -> str:
-    """The text of ``base`` with ``changes``, each spelled as it is given."""
-    # A word stands for each text while the rest is written, so that no value is spelled anew.
+    """Return the text of ``base`` with ``changes``, each in the given spelling."""
+    # A placeholder stands for each text while the rest is written, so that no value is written in another
+    # spelling.
     words = {f"word-{number}-here": text for number, text in enumerate(changes.values())}
     tree: dict[str, Any] = json.loads(json.dumps(base))
     for path, word in zip(changes, words, strict=True):
@@ -179,7 +181,7 @@ def write_manifest(base: Mapping[str, Any], changes: Changes) -> str:
 
 
 def with_defaults(schema: Mapping[str, Any], value: Any) -> Any:
-    """``value`` with the defaults that a structural schema fills in."""
+    """Return ``value`` with the defaults of a structural schema."""
     if isinstance(value, list):
         return [with_defaults(schema.get("items", {}), one) for one in value]
     if not isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""Tables of what is promised, and checks that a test shows each row."""
+"""Tables of promised behaviour, and checks that a test shows each row."""

@@ -26,7 +26,7 @@ MARKER = "acceptance"
 
 @dataclass(frozen=True)
 class Row:
-    """One statement, the recipes that it is about, and those of which no test shows it."""
+    """One statement, the recipes that it applies to, and the recipes for which no test shows it."""
 
     id: str
     group: str
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def cells(self) -> dict[str, str]:
-        """What has to be shown, by the id that tests carry: the recipe, or ``any``."""
+        """Return what must be shown, by the id in the test markers: the recipe, or ``any``."""
         if self.recipes in ("any", "none"):
             return {self.id: "any"} if self.recipes == "any" else {}
         names = RECIPES if self.recipes == "all" else self.recipes.split()
@@ -45,7 +45,7 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of the data file. Raises ValueError for a file with other columns."""
+    """Return all rows of the data file. Raises ValueError for a file with other columns."""
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != COLUMNS:
@@ -56,7 +56,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def check(rows: Sequence[Row], tests: Mapping[str, Sequence[ShowingTest]]) -> list[str]:
-    """All that is wrong with the table, one sentence each; nothing for a sound one."""
+    """Return all problems of the table, one sentence each; empty for a valid table."""
     problems = find_repeated([row.id for row in rows])
     for row in rows:
         problems += _check_row(row, tests)

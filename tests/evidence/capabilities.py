@@ -34,7 +34,7 @@ _PACKAGES = ("common", "coordinator", "manifest", "operator", "cli", "trainer_im
 
 @dataclass(frozen=True)
 class Row:
-    """One capability of one system, and what stands for it here."""
+    """One capability of one system, and its counterpart in Evergrad."""
 
     id: str
     system: str
@@ -46,14 +46,14 @@ class Row:
 
 @dataclass(frozen=True)
 class ShowingTest:
-    """A test that carries ids of rows: its file, from the root, and its name."""
+    """A test that carries row ids: its file, from the root, and its name."""
 
     file: str
     name: str
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of the data file. Raises ValueError for a file with other columns."""
+    """Return all rows of the data file. Raises ValueError for a file with other columns."""
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != COLUMNS:
@@ -76,9 +76,11 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def find_tests(folder: Path, marker: str = MARKER) -> dict[str, list[ShowingTest]]:
-    """Tests by the row ids that they carry, from their decorators or from their module's ``pytestmark``.
+    """Return tests by the row ids that they carry, from their decorators or from their module's
+    ``pytestmark``.
 
-    The sources are parsed and not imported: some tests need packages or machines that are not here.
+    The sources are parsed and not imported, because some tests need packages or machines that are not
+    available here.
     """
     found: dict[str, list[ShowingTest]] = {}
     for path in sorted(folder.rglob("test_*.py")):
@@ -111,7 +113,7 @@ def find_tests(folder: Path, marker: str = MARKER) -> dict[str, list[ShowingTest
 
 
 def check(rows: Sequence[Row], tests: Mapping[str, Sequence[ShowingTest]]) -> list[str]:
-    """All that is wrong with the table, one sentence each; nothing for a sound one."""
+    """Return all problems of the table, one sentence each; empty for a valid table."""
     ids = [row.id for row in rows]
     problems = find_repeated(ids)
     for row in rows:
@@ -120,7 +122,7 @@ def check(rows: Sequence[Row], tests: Mapping[str, Sequence[ShowingTest]]) -> li
 
 
 def find_repeated(ids: Sequence[str]) -> list[str]:
-    """A problem for each id that several rows have."""
+    """Return a problem for each id that several rows have."""
     return [
         f"{row_id}: stands {count} times in the table. Give each row an id of its own."
         for row_id, count in Counter(ids).items()
@@ -131,7 +133,7 @@ def find_repeated(ids: Sequence[str]) -> list[str]:
 def find_unknown(
     known: Iterable[str], tests: Mapping[str, Sequence[ShowingTest]], word: str
 ) -> list[str]:
-    """A problem for each id that a test carries and the table lacks. ``word``: what it would be there."""
+    """Return a problem for each id that a test carries and the table lacks. ``word``: what the id denotes."""
     return [
         f"{one}: {tests[one][0].file}::{tests[one][0].name} carries it, and the table has no such {word}."
         for one in sorted(tests.keys() - set(known))
@@ -144,7 +146,7 @@ def _check_row(row: Row, tests: Sequence[ShowingTest]) -> Iterator[str]:
     if row.state not in STATES:
         yield f"{row.id}: {row.state!r} is no state. Known: {', '.join(STATES)}."
 
-    # What works is named and shown; what does not has its reason.
+    # A row that works is named and shown by a test; any other row has its reason.
     if row.state == "works" and not row.where:
         yield f"{row.id}: works, but no field or command is named. Fill in `where`."
     if row.state in ("works", "refused") and not tests:
@@ -158,7 +160,7 @@ def _check_row(row: Row, tests: Sequence[ShowingTest]) -> Iterator[str]:
 
 
 def find_fault(name: str) -> str | None:
-    """Why a name that ``where`` holds leads nowhere, or None where it exists.
+    """Return why a name in ``where`` refers to nothing, or None if it exists.
 
     ``spec.…`` and ``metadata.…`` are fields of the file, ``evergrad …`` and ``make …`` commands,
     ``evergrad_x.y:Name`` a Python name, ``evergrad_…`` and ``column …`` metrics; anything else is a path.
@@ -186,7 +188,7 @@ def find_fault(name: str) -> str | None:
 
 
 def _fault_of_command(words: Sequence[str]) -> str | None:
-    """A command, and each of its options."""
+    """Return why a command or one of its options does not exist, or None."""
     parsers = _parsers()
     parser = parsers.get(words[0])
     if parser is None:
@@ -207,7 +209,8 @@ def _parsers() -> Mapping[str, argparse.ArgumentParser]:
 
 
 def _fault_of_object(module: str, attribute: str) -> str | None:
-    """A Python name: read from the source, since some modules import what is not installed everywhere."""
+    """Return why a Python name does not exist, or None. It is read from the source, because some modules
+    import packages that are not installed everywhere."""
     relative = module.replace(".", "/")
     candidates = (
         ROOT / package / f"{relative}{ending}"
@@ -227,7 +230,7 @@ def _fault_of_object(module: str, attribute: str) -> str | None:
 
 
 def _names_of(statement: ast.stmt) -> set[str]:
-    """Names that a statement defines or imports."""
+    """Return the names that a statement defines or imports."""
     if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return {statement.name}
     if isinstance(statement, ast.Assign):

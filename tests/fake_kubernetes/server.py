@@ -177,7 +177,7 @@ class FakeServer:
                 ):
                     await response.write(text.encode() + b"\n")
         except ConnectionError:
-            pass  # who watched is gone
+            pass  # The watching client has disconnected.
         finally:
             self._watchers.remove(queue)
         return response

@@ -202,7 +202,7 @@ class Simulation:
         failures = memory.applied.refusals.failures() if memory is not None else ()
         return [(failure.verb, failure.name, failure.reason) for failure in failures]
 
-    # ---- what others do ------------------------------------------------------------------------------------
+    # ---- actions of other components -----------------------------------------------------------------------
 
     def create_run(self, name: str = "run", **spec: Any) -> None:
         body = {
@@ -311,7 +311,7 @@ class Simulation:
             del self.store.writes[before:]
             self.store.before, self.store.after = hook
 
-    # ---- what is seen --------------------------------------------------------------------------------------
+    # ---- observations --------------------------------------------------------------------------------------
 
     @property
     def watch_lag(self) -> float:

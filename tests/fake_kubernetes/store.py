@@ -206,7 +206,8 @@ class Store:
         self._end(write)
         return known
 
-    # ---- what others do: not counted as writes -------------------------------------------------------------
+    # ---- actions of other clients, which are not counted as writes
+    # ------------------------------------------
 
     def remove(
         self, plural: str, namespace: str, name: str, *, is_silent: bool = False
@@ -247,7 +248,7 @@ class Store:
             new["metadata"]["generation"] = known["metadata"].get("generation", 1) + 1
         return self._store("MODIFIED", (plural, namespace, name), new, None)
 
-    # ---- inside --------------------------------------------------------------------------------------------
+    # ---- helpers -------------------------------------------------------------------------------------------
 
     def _begin(self, verb: str, place: Place) -> Write:
         write = Write(verb, place[0], place[2])

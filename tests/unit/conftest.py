@@ -1,4 +1,4 @@
-"""Factories that several rooms share, and how examples are drawn."""
+"""Factories that several test folders share, and settings of Hypothesis."""
 
 import importlib.util
 import sys
@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
-# How long an example takes says how busy the machine is, nothing about the code. All else stays as it is, in
-# CI too.
+# The time of an example depends on the load of the machine and not on the code. All other settings are the
+# defaults, in CI too.
 settings.register_profile(
     "any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

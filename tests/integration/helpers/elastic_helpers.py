@@ -1,8 +1,8 @@
-"""Elastic runs for the tests: a coordinator and nodes of tiny models as processes to kill, freeze and start
-one by one.
+"""Elastic runs for the tests: a coordinator and nodes of tiny models as processes that tests kill, freeze and
+start one by one.
 
-Every step that a worker finishes is in ``Cluster.trace``; ``Cluster.check`` holds the invariants of every
-run.
+``Cluster.trace`` contains every step that a worker finishes. ``Cluster.check`` checks the invariants of
+every run.
 """
 
 import atexit
@@ -33,13 +33,14 @@ from run_helpers import (
 
 from bed.process_state import is_alive, workers_of
 
-"""A hang's bound: no event takes anywhere near as long."""
+"""Time limit in seconds that detects a hang. No event takes nearly as long."""
 STEPS = 12
 Fault = dict[str, Any]
 
 
 def elastic_recipe(**changes: Any) -> dict[str, Any]:
-    """A tiny run of 12 steps of 6 slots whose bits do not depend on the world, saved every 5 steps."""
+    """Return a tiny run of 12 steps of 6 slots whose bits do not depend on the world size, saved every 5
+    steps."""
     base = recipe(
         batching={"globalBatchSize": 6, "microBatchSize": 1},
         horizon={"steps": STEPS},
@@ -64,13 +65,13 @@ def fault(
     is_repeated: bool = False,
     seconds: float = PATIENCE,
 ) -> Fault:
-    """In the workers that match: do ``action`` at ``place`` (see elastic_processes) from the ``call``-th time
-    on, once.
+    """In the workers that match, perform ``action`` at ``place`` (see elastic_processes) once, from the
+    ``call``-th call on.
 
     ``action``: a signal, to the worker (``self``) or its ``node``; ``raise``; ``full`` (as if its volume
-    were); ``lose`` (as if a peer were lost); ``exit``; ``flip`` (a bit of a weight, only at ``step``); or
-    ``hold``: stand still until ``Cluster.release(name)``. ``step`` and ``slot`` are those that were begun
-    last.
+    were full); ``lose`` (as if a peer were lost); ``exit``; ``flip`` (a bit of a weight, only at
+    ``step``); or ``hold``: block until ``Cluster.release(name)``. ``step`` and ``slot`` are the last ones
+    that were started.
     """
     fields = {
         "node": node,
@@ -93,7 +94,7 @@ def fault(
 
 
 class WarmProcess:
-    """The process that forks all others; they end with it."""
+    """The process that forks all other processes. They end with it."""
 
     def __init__(self) -> None:
         script = Path(__file__).with_name("elastic_processes.py")
@@ -121,7 +122,7 @@ class WarmProcess:
 
 @functools.cache
 def warm_process() -> WarmProcess:
-    """The one of this test session."""
+    """Return the warm process of this test session."""
     process = WarmProcess()
     atexit.register(process.close)
     return process
@@ -129,20 +130,20 @@ def warm_process() -> WarmProcess:
 
 @dataclass
 class Process:
-    """One that was started: a coordinator, a node or a command."""
+    """A started process: a coordinator, a node or a command."""
 
     pid: int
     output: Path
     code: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Return its exit code, or None while it runs."""
         if self.code is None:
             self.code = warm_process().ask(poll=self.pid)
         return self.code
 
     def wait(self) -> int:
-        """Its exit code."""
+        """Wait for its end, and return its exit code."""
         until(lambda: self.poll() is not None, f"the end of {self.output.name}", self.said)
         assert self.code is not None
         return self.code
@@ -151,20 +152,20 @@ class Process:
         os.kill(self.pid, number)
 
     def freeze(self) -> list[int]:
-        """Stop it and its workers where they are; which processes those are."""
+        """Suspend the process and its workers. Returns the suspended process IDs."""
         pids = [self.pid, *self.workers()]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         return pids
 
     def kill(self) -> None:
-        """End it; it may be stopped."""
+        """Kill the process, which may be suspended."""
         if self.poll() is None:
             self.send(signal.SIGKILL)
             self.wait()
 
     def said(self) -> str:
-        """Its stdout and stderr."""
+        """Return its stdout and stderr."""
         paths = [Path(f"{self.output}.{end}") for end in ("out", "err")]
         return "\n".join(
             path.read_text(errors="replace") for path in paths if path.exists()
@@ -172,12 +173,12 @@ class Process:
 
     @property
     def last_words(self) -> str:
-        """Its termination message."""
+        """Return its termination message."""
         path = Path(f"{self.output}.last-words")
         return path.read_text() if path.exists() else ""
 
     def workers(self) -> list[int]:
-        """Process ids of a node's workers, the first started first."""
+        """Return the process IDs of a node's workers, in the order of their start."""
         return sorted(workers_of(self.pid))
 
 
@@ -198,13 +199,13 @@ class Cluster:
 
     @property
     def directory(self) -> Path:
-        """The run's own, beside those of other clusters: they share prepared data."""
+        """The log of the run itself; several clusters share the prepared data."""
         return self.experiment.at(f"{self.path.parent.name}-{self.path.name}")
 
     # ---- processes -----------------------------------------------------------------------------------------
 
     def start_coordinator(self) -> Process:
-        """Start it, or start it again where it was."""
+        """Start the coordinator, or start it again at the same address."""
         address = self.path / "address.json"
         address.unlink(missing_ok=True)
         arguments = [
@@ -231,8 +232,8 @@ class Cluster:
             "--linger",
             "0.2",
             "--exit-when-empty",
-            # A process that gets no core for some seconds is not lost: tests of silence say how much is too
-            # much. One that has ended is known by its connection.
+            # A process that gets no core for some seconds must not count as lost; tests of silence set
+            # shorter limits. An ended process is detected by its connection.
             "--silence",
             "30",
             "--lease",
@@ -343,7 +344,7 @@ class Cluster:
             f"a plan because of: {reason}",
         )
 
-    # ---- what happened -------------------------------------------------------------------------------------
+    # ---- observations --------------------------------------------------------------------------------------
 
     def trace(self) -> list[dict[str, Any]]:
         """Return the finished steps of all workers, in the order of their end times."""

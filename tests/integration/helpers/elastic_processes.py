@@ -1,9 +1,9 @@
-"""The warm process of the elastic tests: forks coordinators, nodes and commands, and puts planned faults into
-nodes' workers.
+"""The warm process of the elastic tests: forks coordinators, nodes and commands, and plans faults in nodes'
+workers.
 
-Started as a script it answers one JSON request a line (``spawn``, ``poll``) and kills what is left when its
-input ends. A node that it forks writes down every finished step of its workers (``trace.jsonl`` of its
-cluster), whoever wrote the metrics.
+Started as a script, it answers one JSON request per line (``spawn``, ``poll``) and kills the remaining
+processes when its input ends. A forked node records every finished step of its workers (``trace.jsonl`` of
+its cluster), independently of who wrote the metrics.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 FOREVER = 60.0
-"""Longest time a held worker stands still."""
+"""Longest time in seconds that a held worker blocks."""
 
 PLACES = {
     "setup": ("evergrad_trainer.worker.worlds", "form_world"),

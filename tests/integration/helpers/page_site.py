@@ -1,4 +1,4 @@
-"""Pages whose runs are the test's: a coordinator's, with hours that pass as fast as they are read, and that of all runs."""
+"""Pages of simulated runs: the page of a coordinator with simulated hours, and the fleet page."""
 
 import asyncio
 import dataclasses
@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 class Clock:
-    """Seconds, as they are set."""
+    """A clock that the test sets, in seconds."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -33,7 +33,7 @@ class Clock:
 
 
 class Site:
-    """A page on loopback, served by a thread of its own; the run behind it does what the test says."""
+    """A page on loopback, served by its own thread. The test controls the simulated run."""
 
     def __init__(self, *, name: str = "docs-lm", num_nodes: int = 3) -> None:
         self.clock = Clock()
@@ -43,7 +43,7 @@ class Site:
             self.cluster.start(node)
         self.cluster.run_until_running()
         self.group = self.cluster.group
-        # The simulated nodes have a name of their own for the run.
+        # The simulated nodes use another name for the run.
         self.group.settings = dataclasses.replace(settings, run=name)
         self.feed = LiveFeed(clock=self.clock)
         self.token = settings.token
@@ -55,7 +55,7 @@ class Site:
 
     @contextmanager
     def serving(self, host: str = "127.0.0.1") -> Iterator["Site"]:
-        """Serve for as long as the block lasts."""
+        """Serve until the block ends."""
         self._thread.start()
         servers: list[StatusServer] = []
 
@@ -87,7 +87,7 @@ class Site:
         return f"http://127.0.0.1:{self.port}/"
 
     def call(self, act: Callable[[], R]) -> R:
-        """Act where the server does: its values have one owner."""
+        """Run a function in the thread of the server, which owns its values."""
 
         async def do() -> R:
             return act()
@@ -95,8 +95,8 @@ class Site:
         return asyncio.run_coroutine_threadsafe(do(), self._loop).result(60)
 
     def train(self, seconds: int, *, steps_a_second: int = 1) -> None:
-        """Let that many seconds pass, each with a report and an update of the page."""
-        # In parts, so that a page that is open can read in between.
+        """Advance the clock by this number of seconds, each with a report and an update of the page."""
+        # In parts, so that an open page can read in between.
         for begin in range(0, seconds, 50):
             part = min(50, seconds - begin)
             self.call(functools.partial(self._train, part, steps_a_second))
@@ -110,7 +110,7 @@ class Site:
 
     def report(self) -> None:
         training, step = self.group.training, self.step
-        # The simulated cluster stands still; its nodes go on with what they did last.
+        # The simulated cluster is paused, and the nodes keep their last activity.
         self.group.ledger.close_interval(now=self.clock.now)
         wave = math.sin(step * 12.9898) * 0.5
         training.step, training.updated_at = step, self.clock.now
@@ -137,7 +137,7 @@ class Site:
 
 @contextmanager
 def fleet_page(runs: list[dict[str, Any]]) -> Iterator[str]:
-    """The address of the operator's page of these runs, served by a loop of its own."""
+    """The address of the operator's fleet page of these runs, served by its own event loop."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -1,5 +1,5 @@
-"""The order of samples behind a position, from its definition: which source's turn it is, and a permutation
-of each of its passes."""
+"""The order of samples after a position, computed from its definition: the turns of the sources, and a
+permutation for each pass of a source."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,8 @@ PER_STEP = 4
 
 
 def sizes_in(record: Mapping[str, Any]) -> dict[str, int]:
-    """Windows of 16 tokens of each source of ``run.json``: each but the first token is a label once."""
+    """Return the windows of 16 tokens of each source in ``run.json``. Each token except the first is a label
+    once."""
     return {
         one["name"]: -(
             -(sum(shard["tokens"] for shard in one["train"]["shards"]) - 1) // 16
@@ -27,10 +28,10 @@ def expected_hashes(
     steps: range,
     passes: bool = False,
 ) -> dict[int, int]:
-    """The hash of each step's samples.
+    """Return the hash of each step's samples.
 
-    ``numbers``: which sources of the whole chain of runs these are. ``taken``: samples that each gave before
-    ``steps``, with whose first one the pattern of turns begins.
+    ``numbers``: indices of these sources in the whole chain of runs. ``taken``: samples that each source
+    gave before ``steps``; the pattern of turns starts at the first of these steps.
     """
     from evergrad_trainer.data.epochs import PassMixture, count_passes
     from evergrad_trainer.data.mixture import Mixture

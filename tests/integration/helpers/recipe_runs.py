@@ -1,4 +1,4 @@
-"""A tiny run of each recipe, for tests that hold for all of them: 12 steps of 6 micro-batches, saved every 5
+"""A tiny run of each recipe, for tests that apply to all of them: 12 steps of 6 micro-batches, saved every 5
 steps and evaluated every 4."""
 
 import json
@@ -66,7 +66,7 @@ TWO_STAGES: dict[str, Any] = {
     },
     "evaluation": {"every": {"steps": 4}},
 }
-"""Steps of 96 tokens: the second stage begins with step 7."""
+"""Steps of 96 tokens: the second stage starts with step 7."""
 
 
 def write_rows(path: Path, *, count: int = 120) -> None:

@@ -1,6 +1,6 @@
-"""A coordinator and torchrun agents on this machine, for the tests: every process ends with its ``Cluster``.
+"""A coordinator and torchrun agents on this machine, for the tests. Every process ends with its ``Cluster``.
 
-Their worker, unless a test has its own, is rendezvous_worker.py.
+The worker is rendezvous_worker.py, unless a test provides another one.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ import psutil
 from patience import PATIENCE
 
 WORKER = Path(__file__).with_name("rendezvous_worker.py")
-"""A hang's bound: no event takes anywhere near as long."""
+"""Time limit in seconds that detects a hang. No event takes nearly as long."""
 RUN = "rendezvous"
 PYTHON = os.environ.get("EVERGRAD_TEST_PYTHON", sys.executable)
-"""The interpreter of agents and workers: another one brings another torch."""
+"""The interpreter of agents and workers. Another interpreter has another torch."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Step:
 
 
 class Cluster:
-    """Processes in one directory; ``steps`` is what all workers have written so far."""
+    """Processes in one directory. ``steps`` contains the steps that all workers have written so far."""
 
     def __init__(self, directory: Path, *coordinator_arguments: str) -> None:
         self.directory = directory
@@ -54,7 +54,7 @@ class Cluster:
     # ---- coordinator ---------------------------------------------------------------------------------------
 
     def start_coordinator(self, *more: str) -> None:
-        """Start it, or start it again at the same address."""
+        """Start the coordinator, or start it again at the same address."""
         address = self.directory / "address.json"
         address.unlink(missing_ok=True)
         command = [
@@ -108,7 +108,7 @@ class Cluster:
             return dict(json.load(answer))
 
     def count(self, state: str) -> int:
-        """How many nodes are in this state."""
+        """Return the number of nodes in this state."""
         return sum(node["state"] == state for node in self.status()["nodes"]["members"])
 
     def _coordinator_has_ended(self) -> bool:
@@ -132,7 +132,7 @@ class Cluster:
         options: Sequence[str] = (),
         **variables: str,
     ) -> "subprocess.Popen[bytes]":
-        """torchrun for one node; its last process is ``agents[node][-1]``."""
+        """Start torchrun for one node. Its last process is ``agents[node][-1]``."""
         command = [
             PYTHON,
             "-m",
@@ -167,11 +167,11 @@ class Cluster:
         return self.agents[node][-1]
 
     def worker(self, node: str) -> int:
-        """Process id of the node's worker: its newest step's."""
+        """Return the process ID of the node's worker, from its newest step."""
         return [step.process for step in self.steps() if step.node == node][-1]
 
     def kill_pod(self, node: str) -> None:
-        """Agent and worker at once, as when a pod is deleted by force."""
+        """Kill agent and worker together, as if a pod were deleted by force."""
         workers = psutil.Process(self.agent(node).pid).children()
         self.agent(node).send_signal(signal.SIGKILL)
         for worker in workers:
@@ -180,7 +180,7 @@ class Cluster:
         self.agent(node).wait(PATIENCE)
 
     def freeze(self, *processes: int) -> None:
-        """Stop processes where they are."""
+        """Suspend processes."""
         for process in processes:
             os.kill(process, signal.SIGSTOP)
 
@@ -197,7 +197,7 @@ class Cluster:
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text(errors="replace")
 
-    # ---- what happened -------------------------------------------------------------------------------------
+    # ---- observations --------------------------------------------------------------------------------------
 
     def steps(self) -> list[Step]:
         found: list[Step] = []
@@ -214,8 +214,8 @@ class Cluster:
             time.sleep(0.02)
 
     def until_world(self, world_size: int, *, above: int = 0) -> int:
-        """Until every rank of a group of ``world_size`` made a step in a generation above ``above``; returns
-        that generation."""
+        """Wait until every rank of a group of ``world_size`` has made a step in a generation above ``above``.
+        Returns that generation."""
 
         def find() -> int:
             ranks: dict[int, set[int]] = {}
@@ -230,13 +230,13 @@ class Cluster:
         return find()
 
     def finish_training(self) -> None:
-        """Tell all workers to end well at one step."""
+        """Request all workers to end successfully at one step."""
         (self.directory / "finish").touch()
 
     def check(self, *, is_thaw: bool = False) -> None:
-        """The invariants.
+        """Check the invariants.
 
-        ``is_thaw``: one last step of an old generation may be let out by a process that was frozen.
+        ``is_thaw``: a process that was frozen may write one last step of an old generation.
         """
         steps = self.steps()
         assert steps

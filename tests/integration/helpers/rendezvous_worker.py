@@ -1,7 +1,7 @@
-"""The worker of the rendezvous tests: sums ones over all ranks and writes a line a step, until it is told to
-finish.
+"""The worker of the rendezvous tests: sums ones over all ranks and writes one line per step, until it is
+requested to finish.
 
-It runs in the interpreter of the torch that is tested, so it imports nothing that only tests have.
+It runs in the interpreter of the tested torch, so it imports no test packages.
 """
 
 import json
@@ -17,7 +17,7 @@ from evergrad.elastic import generation, report
 
 
 def work() -> None:
-    """Steps until the file ``finish`` is there."""
+    """Run steps until the file ``finish`` exists."""
     directory, node = Path(os.environ["TEST_DIRECTORY"]), os.environ["EVERGRAD_NODE"]
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -1,9 +1,9 @@
-"""Runs of ``evergrad`` for the tests, each in a process of its own, forked from a warm one so that torch is
+"""Runs of ``evergrad`` for the tests, each in its own process, forked from a warm one so that torch is
 imported once.
 
 Test side: an ``Experiment`` is a directory with a manifest and documents; ``experiment.run(...)`` is
-``evergrad run``. Started as a script, this file is the warm process: it forks a child for each line it reads
-and reports exit statuses.
+``evergrad run``. Started as a script, this file is the warm process: it forks a child for each line it
+reads and reports exit statuses.
 """
 
 import atexit
@@ -527,8 +527,8 @@ def _remember_signals() -> None:
 
 @dataclass
 class _Place:
-    """In a forked child: the command it belongs to and, in a worker of a node, its local rank and who listens
-    for its node."""
+    """In a forked child, return the command that it belongs to and, in a worker of a node, its local rank and
+    the component that listens for its node."""
 
     command: int = 0
     local_rank: int | None = None

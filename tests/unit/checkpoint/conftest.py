@@ -1,5 +1,5 @@
-"""Factories: a world of one that saves into a temporary directory, and a small state whose values depend on
-the step."""
+"""Factories: a checkpoint manager in a world of one that saves into a temporary directory, and a small state
+whose values depend on the step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,11 +28,11 @@ class Solo:
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def save(self, step: int, **options: Any) -> None:
-        """Save the state of ``step`` and wait until that is over."""
+        """Save the state of ``step`` and wait for the end of the save."""
         self.manager.save(step, state_of(step), extra={"step": step}, wait=True, **options)
 
     def restore(self) -> int | None:
-        """Load into a blank state; the step found, its values checked bit for bit."""
+        """Load into a blank state. Returns the step, after a bit-by-bit check of its values."""
         state = {key: torch.zeros_like(value) for key, value in state_of(0).items()}
         restored = self.manager.restore(state)
         if restored is None:
@@ -44,16 +44,16 @@ class Solo:
         return restored.step
 
     def names(self) -> list[str]:
-        """Published names."""
+        """Return the published names."""
         return sorted(path.name for path in self.directory.glob("step-*"))
 
     def types(self) -> list[str]:
-        """Types of the events so far."""
+        """Return the types of the events so far."""
         return [type_ for type_, _ in self.events]
 
 
 def state_of(step: int) -> dict[str, torch.Tensor]:
-    """Tensors of every kind, all of whose values depend on ``step``."""
+    """Return tensors of every kind whose values depend on ``step``."""
     generator = torch.Generator().manual_seed(step)
     return {
         "model.weight": torch.randn(33, 7, generator=generator),
@@ -104,5 +104,5 @@ def make_solo(tmp_path: Path) -> MakeSolo:
 
 @pytest.fixture
 def make_state() -> Callable[[int], dict[str, torch.Tensor]]:
-    """The state of a step, as ``Solo.save`` saves it."""
+    """Return the state of a step, as ``Solo.save`` saves it."""
     return state_of

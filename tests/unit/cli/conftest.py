@@ -18,7 +18,7 @@ EVENTS = "/api/v1/namespaces/lab/events"
 
 @dataclass
 class Request:
-    """One request that came."""
+    """One received request."""
 
     method: str
     path: str
@@ -33,7 +33,7 @@ Responder = Callable[[Request], Answer]
 
 @dataclass
 class FakeApi:
-    """Answers of an API server by (method, path): JSON, text for str, or a function of the request."""
+    """Responses of an API server by (method, path): JSON, text for str, or a function of the request."""
 
     url: str = ""
     answers: dict[tuple[str, str], Answer | Responder] = field(default_factory=dict)
@@ -41,13 +41,13 @@ class FakeApi:
     kubeconfig: str = ""
 
     def on(self, method: str, path: str, answer: Any, *, status: int = 200) -> None:
-        """Answer so from now on."""
+        """Set the response to a request."""
         self.answers[method, path] = answer if callable(answer) else (status, answer)
 
     def refuse(
         self, method: str, path: str, status: int, message: str, **details: Any
     ) -> None:
-        """Answer with a Status, as the API server refuses."""
+        """Respond with a Status, as the API server does for a refusal."""
         body = {
             "kind": "Status",
             "apiVersion": "v1",
@@ -66,7 +66,7 @@ class FakeApi:
         return found(request) if callable(found) else found
 
     def sent(self, method: str) -> list[Request]:
-        """The requests of this method."""
+        """Return the requests of this method."""
         return [request for request in self.requests if request.method == method]
 
 
@@ -148,7 +148,7 @@ def write_kubeconfig(path: Path, server: str) -> Path:
 
 @pytest.fixture
 def make_run() -> Callable[..., dict[str, Any]]:
-    """A raw TrainingRun in the middle of its training; keywords replace parts of its status, ``spec`` its
+    """Return a raw TrainingRun during its training; keywords replace parts of its status, and ``spec`` its
     spec."""
 
     def make(

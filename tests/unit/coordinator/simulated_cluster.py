@@ -280,7 +280,7 @@ class Cluster:
         self._queue: deque[Any] = deque()
         self._is_busy = False
 
-    # ---- what a cluster does -------------------------------------------------------------------------------
+    # ---- actions of the cluster ----------------------------------------------------------------------------
 
     def start(
         self, name: int | str, *, workers: int = 1, step: int = -1, script: str = ""
@@ -384,7 +384,7 @@ class Cluster:
         """The phase, reason and message of the group."""
         return describe_condition(self.group, now=self.now)
 
-    # ---- what the coordinator does -------------------------------------------------------------------------
+    # ---- actions of the coordinator ------------------------------------------------------------------------
 
     def carry_out(self, effects: list[Any]) -> None:
         """Carry out effects in order, as the edge does. Effects that arise meanwhile are queued."""

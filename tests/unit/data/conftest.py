@@ -1,4 +1,4 @@
-"""Factories for the data room's tests: manifests, sources on disk, prepared data."""
+"""Factories for the data tests: manifests, sources on disk, prepared data."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ TOPICS = [
 
 
 def build_training(**sections: Any) -> Training:
-    """A small recipe over ``docs.jsonl``; ``data`` is merged, every other section replaces."""
+    """Return a small recipe over ``docs.jsonl``. ``data`` is merged, every other section is replaced."""
     data = {
         "sources": [{"name": "docs", "path": "docs.jsonl"}],
         "sequenceLength": 16,
@@ -40,7 +40,7 @@ def build_training(**sections: Any) -> Training:
 
 
 def write_documents(path: Path, texts: Sequence[str]) -> Path:
-    """One object a line."""
+    """Write one object per line."""
     path.write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8"
     )
@@ -59,7 +59,7 @@ def documents() -> Callable[[Path, Sequence[str]], Path]:
 
 @pytest.fixture
 def topics() -> list[str]:
-    """Some texts, many of them odd."""
+    """Some texts, many of them unusual."""
     return [f"{number}: {TOPICS[number % len(TOPICS)]}" for number in range(50)]
 
 
@@ -80,7 +80,7 @@ def prepared_in(tmp_path: Path) -> Callable[..., Prepared]:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Sources are cut into chunks of about 1 KiB, so that small files have many; still prepared in this
-    process."""
+    """Split sources into chunks of about 1 KiB, so that small files have many. The preparation still runs in
+    this process."""
     monkeypatch.setattr("evergrad_trainer.data.preparation.sources.SMALLEST_CHUNK", 1024)
     return 1024

@@ -1,5 +1,5 @@
-"""Pod Security's level *restricted*, as https://kubernetes.io/docs/concepts/security/pod-security-standards/
-has it (1.34)."""
+"""The *restricted* level of Pod Security, as in
+https://kubernetes.io/docs/concepts/security/pod-security-standards/ (1.34)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,7 +22,7 @@ SYSCTLS = {
 
 
 def violations(pod: Mapping[str, Any]) -> list[str]:
-    """Return each rule that the pod breaks, as a text; empty for a pod that may run in an enforcing
+    """Return each rule that the pod violates, as a text; empty for a pod that may run in an enforcing
     namespace."""
     spec = pod["spec"]
     return [

@@ -1,6 +1,6 @@
-"""One run in each state that GitOps tools tell apart, as the operator's own code writes it.
+"""One run in each state that GitOps tools distinguish, written by the operator's own code.
 
-``python run_samples.py`` writes those that Argo CD's test data consist of.
+``python run_samples.py`` writes the samples of Argo CD's test data.
 """
 
 import copy
@@ -22,11 +22,11 @@ ARGO: Final = (
     Path(__file__).resolve().parents[3]
     / "examples/gitops/argocd/resource_customizations/evergrad.dev/TrainingRun"
 )
-"""Argo CD's own layout: health.lua, health_test.yaml, testdata/, actions/."""
+"""Layout of Argo CD: health.lua, health_test.yaml, testdata/, actions/."""
 
 
 def make_samples() -> dict[str, Raw]:
-    """Name → the run as a client reads it from an API server, in a fixed order."""
+    """Return each run by name as a client reads it from an API server, in a fixed order."""
     return {name: json.loads(json.dumps(make())) for name, make in _SAMPLES.items()}
 
 
@@ -215,12 +215,12 @@ _ACTIONS: Final[dict[str, tuple[str, Raw]]] = {
     "resume": ("suspended", {"suspend": False}),
     "restart": ("failed", {"restartNonce": "argocd-1"}),
 }
-"""Name of an action → a sample, and what the action changes in its spec."""
+"""Return, by the name of an action, a sample and the change that the action makes in its spec."""
 
 
 def render_test_data() -> Iterator[tuple[str, str]]:
-    """Paths below ``ARGO`` and texts of Argo CD's test data: the parts of each run that a script might read,
-    and of some runs what an action makes of them."""
+    """Return paths below ``ARGO`` and texts of Argo CD's test data: the parts of each run that a script might
+    read, and for some runs the result of an action."""
     shown = {}
     for name, raw in make_samples().items():
         status = {key: raw["status"][key] for key in _READ if key in raw["status"]}

@@ -268,7 +268,7 @@ class Simulation:
         self.created.append(name)
         return name
 
-    # ---- the world -----------------------------------------------------------------------------------------
+    # ---- actions of the cluster ----------------------------------------------------------------------------
 
     @property
     def status(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A webhook that serves, the API server before it, and what that sends."""
+"""A running webhook, a fake API server, and the requests that it sends."""
 
 import base64
 import copy
@@ -63,7 +63,8 @@ class Store:
         return self._store("create", body)
 
     async def replace(self, body: Any, *, is_fenced: bool = True) -> Any:
-        # The API server's two rules for Secrets: the type stays, and one for TLS has both of its keys.
+        # The API server has two rules for Secrets: the type cannot change, and a TLS Secret has both of its
+        # keys.
         name = body["metadata"]["name"]
         if body.get("type") != self.secrets[name].get("type"):
             raise ApiError(422, "Invalid", "type: field is immutable")

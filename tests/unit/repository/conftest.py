@@ -13,7 +13,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def tracked(root: Path) -> list[Path]:
-    """Every file git tracks or would add, so that a problem shows before the commit."""
+    """Return every file that git tracks or would add, so that a problem is found before the commit."""
     command = [
         "git",
         "-c",
