@@ -189,7 +189,7 @@ def explore(
     events: st.SearchStrategy[list[tuple[str, Any]]],
     examples: int,
 ) -> None:
-    """Has ``judge`` look at that many lists of events, the same ones each time."""
+    """Let ``judge`` check this number of event lists, the same ones each time."""
     chosen = settings(
         max_examples=examples,
         deadline=None,

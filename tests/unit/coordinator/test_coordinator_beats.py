@@ -46,7 +46,7 @@ def test_a_suspended_coordinator_reads_received_data_before_it_judges_heartbeats
 
 
 class ConnectedError(Exception):
-    """Whether the process has requested a connection."""
+    """Return whether the process has requested a connection."""
 
 
 def test_the_heartbeat_process_of_a_frozen_node_connects_only_after_the_node_continues(

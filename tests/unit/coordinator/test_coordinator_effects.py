@@ -55,7 +55,7 @@ class FakeSocket:
 
 
 class FailingStore(MemoryStore):
-    """A journal on a disk that is full until it is not."""
+    """A journal on a disk that is full for some time."""
 
     is_failing = True
 
@@ -76,7 +76,7 @@ def with_server(
     num_nodes: int = 2,
     **limits: Any,
 ) -> None:
-    """Do ``work`` with a server that plans a group once ``num_nodes`` are there; nothing may go wrong in it."""
+    """Run ``work`` with a server that plans a group once ``num_nodes`` are connected. No error may occur."""
     errors: list[dict[str, Any]] = []
 
     async def run() -> None:
@@ -120,7 +120,7 @@ def test_effects_that_wait_for_an_unwritable_journal_are_bounded() -> None:
             nodes[0].say(Commit(request=request, generation=0))
         assert before < server.effects.num_waiting <= 64
 
-        # Strangers are sent away, and the nodes that are here still get answers to their pings.
+        # Unknown nodes are refused, and connected nodes still get responses to their pings.
         late = Connection(server)
         late.say(hello("2"))
         assert late.is_closed and server.effects.num_waiting <= 64

@@ -40,18 +40,18 @@ class Place:
     connections: list["Connection"] = field(default_factory=list)
 
     async def connect(self, first: Message) -> "Connection":
-        """A connection, open until the end of the story, with its first message."""
+        """Open a connection until the end of the test, with its first message."""
         one = Connection(*await asyncio.open_connection("127.0.0.1", self.port))
         self.connections.append(one)
         one.say(first)
         return one
 
     async def join(self, name: str) -> "Connection":
-        """A node."""
+        """Connect a node."""
         return await self.connect(hello(name))
 
     async def health(self) -> tuple[str, str]:
-        """The answers of /healthz and /readyz: code and text."""
+        """Return the responses of /healthz and /readyz: code and text."""
         return await self._get("/healthz"), await self._get("/readyz")
 
     async def _get(self, path: str) -> str:
@@ -79,7 +79,7 @@ class Connection:
         self.writer.write(b"".join(encode(one) for one in messages))
 
     async def hear(self) -> str:
-        """The kind of the next message."""
+        """Return the kind of the next message."""
         line = await asyncio.wait_for(self.reader.readline(), PATIENCE)
         return str(json.loads(line)["type"])
 
@@ -94,7 +94,7 @@ def serving(
     store: MemoryStore | None = None,
     silence_seconds: float = PATIENCE,
 ) -> None:
-    """Tell a story with a coordinator that plans a group once two nodes are there."""
+    """Run a test with a coordinator that plans a group once two nodes are connected."""
 
     async def run() -> None:
         settings = make_settings(
@@ -136,7 +136,7 @@ async def poll(is_so: Callable[[], bool], what: str) -> None:
 
 
 def break_ticks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let each tick raise an error while the list is not empty; one entry is taken for each."""
+    """Let each tick raise an error while the list is not empty; each tick removes one entry."""
     on_tick, left = events.on_tick, list[int]()
 
     def tick(group: Group, *, now: float) -> list[Effect]:
@@ -158,7 +158,7 @@ def test_after_an_error_in_a_tick_a_silent_node_is_still_detected(
         nodes = [await place.join(name) for name in "01"]
         await poll(lambda: len(place.server.group.nodes) == 2, "both nodes")
         left.append(1)
-        # Pings alone make no tick: they are nearly all messages of a run.
+        # Pings alone cause no tick, and nearly all messages of a run are pings.
         until = time.monotonic() + PATIENCE
         while "1" in place.server.group.nodes:
             assert time.monotonic() < until, "the silent node was not dropped"
@@ -209,7 +209,7 @@ def test_any_error_of_the_journal_is_retried_until_the_plan_reaches_the_nodes() 
         nodes = [await place.join(name) for name in "01"]
         await poll(lambda: place.server.effects.num_failures > 1, "a second try")
         assert "can't start new thread" in place.said("journal_failed")[0]["error"]
-        # A restart would not help, and the group trains.
+        # A restart would not help, and the group continues to train.
         unready = "503 the newest generation cannot be stored"
         assert await place.health() == ("200 ok", unready)
         store.error = None
@@ -268,7 +268,7 @@ def test_a_journal_write_that_hangs_is_shown_in_the_status(
 
 
 class TakenStore(MemoryStore):
-    """A journal whose next number another coordinator has taken."""
+    """A journal whose next number another coordinator has already used."""
 
     def advance(self, expected: int, new: int) -> bool:
         return False
@@ -283,7 +283,7 @@ def test_a_superseded_coordinator_answers_no_ping_and_reports_it_on_its_pages() 
         await poll(place.server.finished.done, "the end")
         assert place.server.finished.result() == ExitCode.INTERNAL
 
-        # All that arrives before these pings is read when their connections have been counted.
+        # All data that arrives before these pings is read when their connections have been counted.
         before = place.server.counters.messages
         for _ in range(5):
             node.say(Ping())

@@ -1,4 +1,4 @@
-"""The coordinator's HTTP server, against requests of strangers."""
+"""The coordinator's HTTP server, with requests of unknown clients."""
 
 import asyncio
 import time
@@ -15,7 +15,8 @@ from evergrad_coordinator.rules.group import new_group
 
 
 def ask(request: bytes) -> tuple[bytes, int]:
-    """Send one request. Returns the answer, and how many internal errors the coordinator has counted."""
+    """Send one request. Returns the response, and the number of internal errors that the coordinator has
+    counted."""
 
     async def run() -> tuple[bytes, int]:
         errors: list[dict[str, Any]] = []
@@ -33,7 +34,7 @@ def ask(request: bytes) -> tuple[bytes, int]:
             answer = b""
         writer.close()
         status.close()
-        # The task of a connection ends after its answer was read.
+        # The task of a connection ends after its response was read.
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait_for(task, PATIENCE)
         return answer, len(errors)

@@ -1,4 +1,4 @@
-"""The number's file: durable, compared before it is set, held by one process."""
+"""The generation file: durable, compared before it is set, held by one process."""
 
 import json
 import os
@@ -169,7 +169,7 @@ def test_a_number_whose_sync_failed_is_written_again(
     monkeypatch.setattr(os, "pwrite", note)
     with pytest.raises(OSError, match="Input/output"):
         store.advance(5, 6)
-    # After an error the system may hold the data for written: only another write brings them to the disk.
+    # After an error the system may regard the data as written: only another write brings it to the disk.
     assert store.advance(5, 6) and written == [6, 6]
     assert not store.advance(5, 6)
     store.close()

@@ -39,7 +39,7 @@ from evergrad_coordinator.rules.status import build_status
 
 
 def start_running(names: str = "012", **changes: Any) -> tuple[Cluster, list[FakeNode]]:
-    """A group that trains."""
+    """A training group."""
     cluster = Cluster(make_settings(expect=len(names), **{"max_nodes": 4, **changes}))
     nodes = [cluster.start(name) for name in names]
     cluster.run_until_running()
@@ -54,7 +54,7 @@ WRONG_TOKEN = "hello.token: not this run's. Give the node the token file that it
 
 
 def hello(cluster: Cluster, **changes: Any) -> Message:
-    """Return the answer to a hello from an unknown node."""
+    """Return the response to a hello from an unknown node."""
     values: dict[str, Any] = {
         "run": "r",
         "node": "7",
@@ -492,7 +492,8 @@ def test_an_up_repeated_on_a_new_connection_does_not_lower_the_step() -> None:
     assert build_status(cluster.group, now=cluster.now)["step"] == 500
 
 
-# ---- leaving -----------------------------------------------------------------------------------------------
+# ---- draining
+# ------------------------------------------------------------------------------------------------
 
 
 def leave(node: FakeNode) -> None:
@@ -1006,7 +1007,7 @@ def test_new_steps_are_steps_that_a_whole_group_finishes_for_the_first_time() ->
 
     assert report(19) == 20
     assert report(19) == 20
-    # A member is gone: the step may have been finished before.
+    # A member is lost: the step may have been finished before.
     nodes[2].die()
     assert report(20) == 20
     cluster.start("2")
@@ -1521,7 +1522,8 @@ def test_a_draining_node_that_was_asked_to_save_may_commit() -> None:
     assert not may_commit(cluster, nodes[0], 2)
 
 
-# ---- nonsense ----------------------------------------------------------------------------------------------
+# ---- invalid messages
+# ----------------------------------------------------------------------------------------
 
 
 def test_an_unobserved_group_is_waited_for_although_the_first_connected_node_is_replaced() -> (

@@ -200,7 +200,7 @@ def conclude(
     at: float = 0.0,
     is_whole: bool = True,
 ) -> None:
-    """One more group that broke by the loss of peers, and nothing else."""
+    """Break one more group by the loss of peers alone."""
     budget.report(build_failure("peer_lost", at, generation=generation, step=-1), training)
     lost = frozenset() if is_whole else frozenset({("7", "x")})
     budget.conclude(Break(generation, at, lost=lost), training)

@@ -1,4 +1,4 @@
-"""Messages on the wire: camelCase, strict types, nothing that is not finite, no line that is too long."""
+"""Messages on the wire: camelCase, strict types, finite numbers only, bounded lines."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""The answers of /status and /metrics."""
+"""The responses of /status and /metrics."""
 
 import json
 
@@ -141,7 +141,7 @@ def test_the_exported_metrics_match_the_catalogue() -> None:
     text = build_metrics(cluster.group, EDGE, now=cluster.now)
     kinds = [tuple(line.split(" ")[2:4]) for line in text.splitlines() if "# TYPE" in line]
     assert kinds == [(one.exported, one.kind) for one in COORDINATOR]
-    # A server's counter without an entry would be missing without an error.
+    # A counter of a server without an entry would be missing without an error.
     ours = {one.name for one in COORDINATOR if one.name.startswith("coordinator_")}
     assert ours == {f"coordinator_{name}" for name in vars(EDGE)}
     helps = [line.split(" ", 3)[2:4] for line in text.splitlines() if "# HELP" in line]

@@ -108,7 +108,7 @@ def test_numbers_beyond_the_bound_are_omitted() -> None:
 def test_updates_applied_one_by_one_give_the_whole_history() -> None:
     track, page = Track(), dict[str, Any]()
     for number in range(3 * MOST_ROWS):
-        # It goes back now and then, and gets a further number on the way.
+        # It decreases occasionally, and gets a further number on the way.
         step = number if number % 701 else number // 2
         values = {"loss": number / 7}
         track.add(step, values | ({"kl": 1.0} if number > 1000 else {}))
@@ -217,7 +217,7 @@ def test_a_page_gets_the_time_accounting_and_the_texts_once() -> None:
     first = read(history, group, now=10.0)["status"]
     assert first["uses"] == {"training": 30, "idle": 10}
     assert first["useTexts"] == USES
-    # Values that programs subtract are not for a page.
+    # Values that programs subtract are not shown on a page.
     assert "usage" not in first
     ledger.close_interval(now=20.4)
     assert read(history, group, now=20.4)["status"] == {
@@ -253,7 +253,7 @@ def test_an_event_without_its_fields_raises_no_error() -> None:
     "num_metrics", [3, pytest.param(MOST_DECLARED, marks=pytest.mark.long)]
 )
 def test_eight_hours_at_ten_steps_a_second_stay_within_the_bounds(num_metrics: int) -> None:
-    """288,000 steps, of which one a second is read, with evaluations, saves and nodes that come and go."""
+    """288,000 steps, of which one per second is read, with evaluations, saves and nodes that join and leave."""
     group, history = make_group(), RunHistory(began_at=0.0)
     largest = 0
     for second in range(8 * 3600):
@@ -273,7 +273,7 @@ def test_eight_hours_at_ten_steps_a_second_stay_within_the_bounds(num_metrics: i
         )  # fmt: skip
         if second % 30 == 0:
             note_event(history, "gone", {"node": 3, "why": "silence " * 30}, now=second)
-        # A page is open all the time, and another one is opened every ten minutes.
+        # One page is open all the time, and another one is opened every ten minutes.
         observe(history, group, now=float(second))
         if second % 600 == 0 or second == 8 * 3600 - 1:
             rewind(history)

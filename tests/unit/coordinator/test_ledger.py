@@ -86,7 +86,7 @@ def test_too_few_nodes_are_in_waiting() -> None:
 def test_a_change_of_a_group_that_has_trained_is_recovery() -> None:
     cluster = start_running()
     cluster.run(5)
-    # Nobody answers the next plan.
+    # The next plan gets no response.
     for node in cluster.nodes[:2]:
         node.has_answered = False
     cluster.nodes[2].die()
@@ -116,7 +116,7 @@ def test_steps_below_the_highest_step_are_counted_as_repeated() -> None:
     cluster.run(5)
     repeated = counted(cluster)["repeated"]
     assert repeated == pytest.approx(15, abs=2)
-    # From the step on that was reached before, it is training again.
+    # From the step that was reached before, it is training again.
     report(cluster.nodes[0], 40)
     cluster.run(5)
     assert counted(cluster)["repeated"] == pytest.approx(repeated, abs=1)

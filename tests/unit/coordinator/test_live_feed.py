@@ -86,7 +86,7 @@ def test_a_local_browser_needs_no_token_on_loopback() -> None:
     async def story(place: Place) -> None:
         assert await place.status("/") == 200
         assert await place.status("/live") == 200
-        # All else does, as before.
+        # All other requests are served as before.
         assert await place.status("/status") == 401
         # Another site may make a browser send a request: cross-site, or through its own name that resolves to
         # this host.
@@ -195,7 +195,7 @@ def test_pages_beyond_the_bound_are_refused_without_displacing_others() -> None:
         for _ in range(2 * MAX_CONNECTIONS):
             assert await place.status("/healthz") == 200
         await read_update(pages[0][0])
-        # One that goes makes room.
+        # A page that closes frees its slot.
         for _, writer in pages:
             writer.close()
         while place.feed.is_full:
@@ -270,13 +270,13 @@ def test_an_expensive_snapshot_delays_no_update_and_is_shared_for_longer(
         place.feed.log("gone", node="3", why="silence")
         while "events" not in await read_update(first):
             pass
-        # Nobody looks for a while.
+        # No page is open for a while.
         writer.close()
         while place.feed._pages:
             await asyncio.sleep(0.001)
         place.feed.log("empty")
         place.feed.update()
-        # The next one gets what the first one got, and all that came since.
+        # The next page gets what the first one got, and all later updates.
         second, writer = await place.ask("/live")
         assert "run" in (await read_update(second))["status"]
         texts: list[str] = []
@@ -307,7 +307,7 @@ def test_the_shared_snapshot_is_rebuilt_after_its_pause() -> None:
 def test_a_page_gets_a_keepalive_during_a_long_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It takes a minute of silence for a lost connection."""
+    """A lost connection is noticed only after a minute of silence."""
     monkeypatch.setattr(live_feed, "UPDATE_SECONDS", 3600.0)
     monkeypatch.setattr(live_feed, "SILENT_SECONDS", 0.01)
 
@@ -345,12 +345,12 @@ def test_updates_use_at_most_half_a_percent_of_a_core(cost_seconds: float) -> No
 
 
 def results(second: int) -> dict[str, float]:
-    """As many of a set as a node reports."""
+    """As many values of a set as a node reports."""
     return {f"result_{number}": 1 / (second + number) for number in range(8)}
 
 
 class OpenPage:
-    """The connection of a page that reads immediately; counts the bytes that it receives."""
+    """The connection of a page that reads immediately. It counts the received bytes."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -380,9 +380,9 @@ class StuckPage(OpenPage):
 def test_eight_hours_at_ten_steps_a_second_use_less_than_a_percent_of_a_core(
     num_metrics: int,
 ) -> None:
-    """Each second of 28,800: a report of rank 0, the reading of the group, and what an open page is sent.
+    """For each second of 28,800: a report of rank 0, a reading of the group, and the update of an open page.
 
-    Time of the processor, and readings without the brake that makes them rarer on a slow machine.
+    Processor time, and readings without the limit that makes them rarer on a slow machine.
     """
     cluster = Cluster(make_settings(expect=2, max_nodes=2))
     for name in range(2):
@@ -413,7 +413,7 @@ def test_eight_hours_at_ten_steps_a_second_use_less_than_a_percent_of_a_core(
         begin = time.thread_time()
         on_message(group, peer, decode_from_node(line), now=began_at + second)
         if second % 600 == 0:
-            # Somebody else opens the page too.
+            # Another page is opened, too.
             feed.open(OpenPage())  # type: ignore[arg-type]
             feed._pages.popitem()
         feed.update()
@@ -421,7 +421,7 @@ def test_eight_hours_at_ten_steps_a_second_use_less_than_a_percent_of_a_core(
 
     assert group.training.step == 10 * seconds
     assert feed._history.steps.x[-1] == 10 * seconds
-    # A page has followed all the time.
+    # One page has followed all the time.
     assert page.num_bytes > 100 * seconds
     bound = seconds / 100
     print(

@@ -27,9 +27,9 @@ def test_metric_names_are_unique_and_follow_the_prometheus_rules() -> None:
         assert one.name.endswith("_total") is (one.kind == "counter"), one.name
         assert bool(one.buckets) is (one.kind == "histogram"), one.name
         assert list(one.buckets) == sorted(set(one.buckets))
-        # Target labels win over ours: a scrape would rename them.
+        # Target labels override metric labels: a scrape would rename them.
         assert not {"namespace", "pod", "job", "instance", "container"} & set(one.labels)
-        # The endpoints of a run add the label themselves; the operator's has it of many runs.
+        # The endpoints of a run add the label themselves; the operator has it for many runs.
         assert one in OPERATOR or "run" not in one.labels
         assert one.kind == "gauge" or one.over_several == "sum"
 

@@ -1,4 +1,4 @@
-"""The pace of a script: the remaining time, from reports alone."""
+"""The rate of a script: the remaining time, computed from its reports."""
 
 from evergrad_common.step_rate import Pace
 

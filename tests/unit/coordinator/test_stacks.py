@@ -1,4 +1,4 @@
-"""Stacks of a process from outside: also where its threads hold each other up."""
+"""Stacks of a process, read from outside, also if its threads are deadlocked."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ threading.Thread(target=hold_the_gil).start()
 
 @contextmanager
 def running(program: str, *, lines: int) -> Iterator[subprocess.Popen[str]]:
-    """A program that has printed so many lines."""
+    """A program that has printed this number of lines."""
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
     )

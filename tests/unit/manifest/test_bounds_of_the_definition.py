@@ -1,5 +1,5 @@
-"""Each bound of the CustomResourceDefinition is one of ``evergrad validate``, too: a value just outside of it is
-refused, by the path of its field."""
+"""``evergrad validate`` enforces each bound of the CustomResourceDefinition, too: a value just outside a
+bound is refused with the path of its field."""
 
 import math
 import re
@@ -23,15 +23,15 @@ HEAD = {
     "metadata": {"name": "a"},
 }
 KEY = "key"
-"""A key of mappings whose keys are the user's."""
+"""Key of mappings with user-defined keys."""
 ODD_TEXTS = ("!", "a b", "-", "")
-"""Texts of which each pattern refuses one."""
+"""Texts, one of which each pattern refuses."""
 
 Schema = dict[str, Any]
 
 
 def nodes(schema: Schema, path: FieldPath) -> Iterator[tuple[FieldPath, Schema]]:
-    """Every value that the schema describes, with its path in an object that has one of each."""
+    """Return every value that the schema describes, with its path in an object that has one of each."""
     yield path, schema
     for key, node in schema.get("properties", {}).items():
         yield from nodes(node, (*path, key))
@@ -57,7 +57,7 @@ def just_beyond(bound: float, *, up: bool) -> float:
 
 
 def outside(schema: Schema) -> Iterator[tuple[str, Any]]:
-    """Each bound of ``schema``, with a value just outside of it."""
+    """Yield each bound of ``schema`` with a value just outside it."""
     if (most := schema.get("maxLength")) is not None:
         yield "maxLength", "a" * (most + 1)
     if least := schema.get("minLength"):

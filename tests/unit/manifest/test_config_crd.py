@@ -1,4 +1,4 @@
-"""The CRD as it is generated: structural, documented, bounded, within its size, and true to the models."""
+"""The generated CRD: structural, documented, bounded, within its size, and consistent with the models."""
 
 import json
 import re
@@ -34,8 +34,8 @@ VALUE_WORDS = ("allOf", "anyOf", "oneOf", "not")
 
 
 def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every node that describes a value, with its path; not those inside of ``anyOf`` and its like, which
-    only restrict."""
+    """Yield every node that describes a value, with its path; not nodes inside ``anyOf`` and similar
+    keywords, which only restrict."""
     yield path, schema
     for key, node in schema.get("properties", {}).items():
         yield from nodes(node, f"{path}.{key}".lstrip("."))
@@ -169,7 +169,7 @@ def test_defaults_are_set_for_operational_fields_only() -> None:
 
 
 def test_unknown_keys_of_evergrad_sections_reach_the_validation() -> None:
-    """An API server that dropped them would keep a run in which a misspelled field has no effect."""
+    """If an API server dropped them, it would keep a run in which a misspelled field has no effect."""
     for field in walk_fields(TrainingRun):
         if field.path.startswith("spec") and field.shape.section is not None:
             node = NODES[f"{field.path}[]" if field.shape.is_list else field.path]
@@ -192,7 +192,7 @@ def test_the_size_of_the_definition_is_printed_with_its_limit(
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_the_rules_cost_less_than_two_thirds_of_the_api_server_budget() -> None:
-    """As Kubernetes' own code estimates them, which an API server does when the definition is applied."""
+    """Cost estimates by Kubernetes' own code, which an API server computes when the definition is applied."""
     if reason := toolbox.unavailable("celcost"):
         pytest.skip(reason)
     found = toolbox.ask("celcost", build_definition())

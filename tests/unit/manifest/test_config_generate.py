@@ -1,4 +1,4 @@
-"""The generated reference and schema: complete, up to date, and true to the models."""
+"""The generated reference and schema: complete, up to date, and consistent with the models."""
 
 import json
 import re
@@ -89,7 +89,7 @@ def test_the_reference_states_type_bounds_and_default() -> None:
 
 
 def _accepts(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> bool:
-    """As much of JSON schema as the generated one uses."""
+    """The part of JSON schema that the generated schema uses."""
     if "$ref" in schema:
         return _accepts(root["$defs"][schema["$ref"].rsplit("/", 1)[1]], value, root)
     if (

@@ -1,4 +1,4 @@
-"""Which fields of a run may change; and the whole run on the wire and back."""
+"""Which fields of a run may change, and the wire format of the whole run."""
 
 import json
 import re
@@ -299,7 +299,7 @@ def test_a_run_is_unchanged_by_the_wire_format_which_is_itself_a_manifest(
 def test_a_stored_run_without_a_later_field_gets_the_first_default_of_the_field(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # As if these fields had come later, with other defaults than they have today.
+    # As if these fields had been added later, with other defaults than today.
     first = {
         "training.checkpoint.keep": 7,
         "training.data.sources[].textField": "body",

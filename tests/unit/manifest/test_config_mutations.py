@@ -215,7 +215,7 @@ SNIPPETS = [
 
 
 def places_in(tree: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) of a tree."""
+    """Return every (container, key) of a tree."""
     found: list[tuple[Any, Any]] = []
     pending = [tree]
     while pending:
@@ -281,7 +281,7 @@ def mutated_tree(chance: random.Random) -> bytes:
     for _ in range(chance.choice((0, 1, 1, 1, 1, 1, 2, 5, 20))):
         if (
             0 < len(places_in(tree)) < 2000
-        ):  # parts that are moved into each other double in size
+        ):  # Parts that are moved into each other double in size.
             chance.choice(TREE_MUTATIONS)(tree, chance)
     return json.dumps(tree, ensure_ascii=chance.random() < 0.5).encode()
 
@@ -373,7 +373,7 @@ def run_validate(
 
 
 def check(path: Path, overrides: list[str]) -> int:
-    """One mutant through the command; returns its exit code."""
+    """Run the command on one mutant; returns its exit code."""
     code, out, err = run_validate(path, overrides, as_json=True)
     document = json.loads(out)
     assert err == ""

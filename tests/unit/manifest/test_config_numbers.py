@@ -343,7 +343,7 @@ def _leaves(
         yield annotation, metadata
 
 
-# Nodes, processes and seconds, as everywhere in Kubernetes, and numbers that are never written with a unit.
+# Nodes, processes and seconds, as everywhere in Kubernetes, and numbers that never have a unit.
 _PLAIN_NUMBERS = (
     "spec.nodes.min",
     "spec.nodes.max",

@@ -40,7 +40,7 @@ def run(*overrides: str) -> TrainingRun:
 
 
 def refused(*overrides: str) -> dict[str, str]:
-    """Path → message of every problem."""
+    """Return the message of every problem by path."""
     with pytest.raises(ConfigurationError) as raised:
         run(*overrides)
     said = {problem.path: str(problem) for problem in raised.value.problems}

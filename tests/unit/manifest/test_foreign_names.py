@@ -1,4 +1,4 @@
-"""Names of options that other trainers have: each is refused with what to write instead."""
+"""Option names of other trainers: each is refused with its replacement."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -373,7 +373,7 @@ def test_auto_length_from_the_model_is_refused_and_the_number_of_the_model_is_na
         problem
     )
 
-    # If the field is left out, the error shows what to write, if the file has it.
+    # If the field is omitted, the error shows what to write, if the file contains it.
     text = BASE.read_text("utf-8").replace("      sequenceLength: 256\n", "")
     file = tmp_path / "run.yaml"
     file.write_text(
@@ -485,7 +485,7 @@ def test_an_unknown_option_of_a_user_task_is_compared_only_with_the_options_of_t
 ):
     class Options(Section):
         strategies: int = 1
-        """How many there are."""
+        """Number of strategies."""
 
     with pytest.raises(ValidationError) as refused:
         Options.model_validate({"strategy": 2})

@@ -86,13 +86,13 @@ class LaterTraining(Training):
 
 
 class LaterSpec(Spec):
-    """A spec of a later version."""
+    """The spec of a later version."""
 
     training: LaterTraining | None = None
 
 
 class LaterRun(TrainingRun):
-    """A run of a later version."""
+    """The run of a later version."""
 
     spec: LaterSpec
 
@@ -109,7 +109,8 @@ TYPED = [case for case in GOLDEN if "training" in case["spec"]]
 def test_the_settings_hash_of_each_golden_spec_is_unchanged(
     case: dict[str, Any],
 ) -> None:
-    # Each was calculated by the version before matmulPrecision, attention, shards and selective recomputation.
+    # Each hash was calculated by the version before matmulPrecision, attention, shards and selective
+    # recomputation.
     assert settings_hash(parse_run(document(case))) == case["settings"]
 
 
@@ -245,7 +246,8 @@ def test_the_recipe_in_a_checkpoint_has_no_later_field_that_the_file_does_not_se
 def test_a_later_field_with_a_changed_default_gives_the_old_hash_only_to_the_old_value(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The field came with 0.9 and has 0.95 today: a file that does not set it means another run than it did.
+    # The field was added with 0.9 and has 0.95 today: a file that does not set it has another meaning than
+    # before.
     monkeypatch.setitem(identity.FIRST_DEFAULTS, "training.optimizer.friction", 0.9)
     raw = json.loads(json.dumps(document(GOLDEN[0])))
     assert config_hash(LaterRun.model_validate(raw)) != GOLDEN[0]["hash"]
@@ -254,9 +256,9 @@ def test_a_later_field_with_a_changed_default_gives_the_old_hash_only_to_the_old
 
 
 def test_defaults_of_the_recipe_are_unchanged() -> None:
-    """A changed default changes what files mean.
+    """A changed default changes the meaning of files.
 
-    One of a later field goes into FIRST_DEFAULTS first, with its old value.
+    If the default of a later field changes, its old value must be added to FIRST_DEFAULTS first.
     """
     golden = next(case for case in GOLDEN if case["name"] == "the least that a recipe says")
     recipe = recipe_of(parse_run(document(golden)))
@@ -318,7 +320,7 @@ def test_the_default_packing_of_rows_has_the_same_hash_if_it_is_written_out() ->
     raw["spec"]["training"]["data"]["packing"] = "none"
     assert config_hash(parse_run(raw)) != left_out
 
-    # Texts keep the hash that they had before there was a choice.
+    # Texts keep the hash from before the choice existed.
     texts = json.loads(json.dumps(document(GOLDEN[0])))
     texts["spec"]["training"]["data"]["packing"] = "concatenate"
     assert config_hash(parse_run(texts)) == GOLDEN[0]["hash"]

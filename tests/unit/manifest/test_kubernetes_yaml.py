@@ -19,7 +19,7 @@ from evergrad_manifest.values.numbers import with_whole_numbers
 BASE = Path(__file__).parent / "base_manifest.yaml"
 ROWS: list[dict[str, Any]] = json.loads(TABLE.read_text())
 DELIBERATE = re.compile("begins with 0|too large|too small|is not a finite number")
-"""Values that are refused here although Kubernetes reads them: only a typo gives a number such a form."""
+"""Values that are refused here although Kubernetes accepts them: a number has such a form only by mistake."""
 
 
 def test_the_table_has_every_scalar_of_the_list() -> None:
@@ -59,7 +59,7 @@ def test_only_the_known_few_scalars_are_refused() -> None:
 
 
 def refusal(tmp_path: Path, change: str) -> str:
-    """The message for the base manifest with ``change``, YAML below ``spec``, laid over it."""
+    """Return the message for the base manifest with ``change``, YAML below ``spec``, as an overlay."""
     overlay = tmp_path / "overlay.yaml"
     overlay.write_text(f"spec:\n{change}")
     with pytest.raises(ConfigurationError) as raised:

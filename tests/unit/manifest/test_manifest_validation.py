@@ -1,5 +1,5 @@
-"""An object of the API server is refused for what a file of the same content is refused for, and for what may
-not change."""
+"""An object of the API server is refused for the same reasons as a file of the same content, and for changes
+of fixed fields."""
 
 import copy
 import json
@@ -31,7 +31,7 @@ from evergrad_manifest.validation import (
 FOLDER = Path(__file__).parent
 BASE: dict[str, Any] = yaml.safe_load((FOLDER / "base_manifest.yaml").read_text())
 NEVER_SENT = ("a missing kind", "metadata of the cluster")
-"""An API server fills in the one and sets the other."""
+"""Fields that an API server fills in or sets."""
 TABLE: list[dict[str, Any]] = [
     case
     for case in yaml.safe_load((FOLDER / "bad_manifests.yaml").read_text())
@@ -53,7 +53,7 @@ OF_CLUSTER = {
 
 
 def changed(changes: dict[str, Any], base: dict[str, Any] = BASE) -> dict[str, Any]:
-    """The content of ``base`` with ``changes``, path to value; a text is read as YAML."""
+    """Return the content of ``base`` with ``changes``, path to value; a text is read as YAML."""
     layered = Document(copy.deepcopy(base), {}, [], set())
     for path, value in changes.items():
         override = parse_override(f"{path}=x")
@@ -67,7 +67,7 @@ def changed(changes: dict[str, Any], base: dict[str, Any] = BASE) -> dict[str, A
 
 
 def sent(document: dict[str, Any], **status: Any) -> dict[str, Any]:
-    """The object that an API server makes of ``document``."""
+    """Return the object that an API server makes of ``document``."""
     metadata = document.get("metadata")
     metadata = {**metadata, **OF_CLUSTER} if isinstance(metadata, dict) else metadata
     return {**document, "metadata": metadata, "status": {"phase": "Running", **status}}
@@ -264,7 +264,8 @@ def test_the_search_for_similar_names_is_bounded_for_an_object_full_of_problems(
     )
 
 
-# ---- what an API server still keeps ------------------------------------------------------------------------
+# ---- objects that an API server still stores
+# ----------------------------------------------------------------
 
 
 def test_quoted_numbers_of_an_earlier_version_are_parsed_and_each_is_named() -> None:

@@ -1,4 +1,5 @@
-"""The page for users of ArcticTraining: fields that it names exist, and the converted file means the same."""
+"""The page for users of ArcticTraining: fields that it names exist, and the converted file has the same
+meaning."""
 
 import re
 from pathlib import Path
@@ -48,5 +49,5 @@ def test_a_file_of_arctictraining_and_its_conversion_are_equivalent(
     assert pair is not None
     assert (pair.beta, pair.label_smoothing) == (theirs["beta"], theirs["label_smoothing"])
     assert ours.model.path == theirs["model"]["name_or_path"]
-    # The weights that the run begins with.
+    # The initial weights of the run.
     assert pair.reference is None and theirs["ref_model"] == theirs["model"]

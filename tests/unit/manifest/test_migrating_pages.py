@@ -1,5 +1,5 @@
-"""Pages for users of other trainers: options have a line, fields that they name exist, and converted files mean
-the same."""
+"""Pages for users of other trainers: options have a line, fields that they name exist, and converted files
+have the same meaning."""
 
 import csv
 import re
@@ -27,11 +27,11 @@ OPTIONS = {
     "optimus-dl": ("O", 8, 27),
     "theseus": ("T", 20, 37),
 }
-"""The rows of tests/evidence/capabilities.csv that are options of each system."""
+"""Return the rows of tests/evidence/capabilities.csv that are options of each system."""
 
 
 def options_of(page: str) -> dict[str, str]:
-    """The last parts of the names of a system's options, each with the id of its row."""
+    """Return the last parts of the names of a system's options, each with the id of its row."""
     letter, first, last = OPTIONS[page]
     ids = {f"{letter}-{number}" for number in range(first, last + 1)}
     found = {}
@@ -40,7 +40,7 @@ def options_of(page: str) -> dict[str, str]:
     ) as file:
         for row in csv.DictReader(file):
             if row["id"] in ids:
-                # theseus has a path after the name, and its file has the path's last part.
+                # theseus has a path after the name, and its file contains the last part of the path.
                 path = re.search(r"\(([\w/]+)\)", row["capability"])
                 names = path[1] if path else re.sub(r" \(.*\)", "", row["capability"])
                 for name in names.split(", "):
@@ -89,7 +89,7 @@ def test_a_file_of_chemlactica_and_its_conversion_are_equivalent(tmp_path: Path)
     # The horizon of the schedule and the stop are two numbers.
     assert (ours.horizon.steps, ours.stop.after_step) == (120_000, 40_000)
     assert ours.batching.global_batch_size == 16 * 8 * 4
-    # The other program's own defaults.
+    # The defaults of the other program.
     assert ours.optimizer.betas == (0.9, 0.95)
     assert (ours.optimizer.weight_decay, ours.optimizer.clip_norm) == (0.1, 1)
     assert (ours.checkpoint.keep, ours.runtime.matmul_precision) == (4, "high")

@@ -21,7 +21,7 @@ FIRST = {
     "llama-1B": "a365d8cca5c089e1",
     "llama-3B": "68badddd938bf5a0",
 }
-"""The beginning of the SHA-256 of each configuration, as it was when its name came."""
+"""The first digits of the SHA-256 of each configuration, unchanged since its name was added."""
 
 
 def load(text: str) -> TrainingRun:

@@ -202,7 +202,7 @@ def test_profiles_may_be_merged_before_or_after_the_run(
 ) -> None:
     together = spec_of(run(**own), merge_defaults(one, two))
     in_turn = spec_of(apply_defaults(run(**own), two), one)
-    # Only the order of appended items may differ, not what there is.
+    # Only the order of appended items may differ, not their content.
     assert _contains(together, in_turn) and _contains(in_turn, together)
 
 

@@ -1,4 +1,4 @@
-"""The health expressions for Flux: by Flux's own code, on every state of a run."""
+"""The health expressions for Flux: evaluated by Flux's own code for every state of a run."""
 
 from pathlib import Path
 from typing import Any

@@ -42,7 +42,8 @@ def put_profile(simulation: Simulation, text: str) -> None:
         simulation.store.create("configmaps", body)
 
 
-# ---- the words of a run ------------------------------------------------------------------------------------
+# ---- values of a run
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_a_namespace_profile_may_set_only_what_its_runs_may_set(
     said = f"ConfigMap ns/evergrad-profile: defaults.{path}: '"
     assert simulation.status["message"].startswith(said)
 
-    # No watch shows that it is corrected.
+    # No watch event shows the correction.
     put_profile(simulation, json.dumps({"defaults": {"image": GOOD}}))
     simulation.now += 30
     simulation.settle()
@@ -183,7 +184,7 @@ def test_a_value_allowed_by_one_installation_profile_is_refused_to_runs_of_anoth
         simulation.create_run(**spec)
         simulation.settle()
         assert simulation.pods() == pods, spec
-    # The name of an image is none of a class.
+    # The name of an image does not allow a class.
     config = of_installation(template={"priorityClassName": "high"})
     assert begun(config, image="high").pods() == []
 
@@ -197,7 +198,7 @@ def train(simulation: Simulation) -> None:
 
 
 def take_earlier_note(simulation: Simulation) -> None:
-    """Give the run the note of an operator from before the lists held for profiles."""
+    """Give the run the note of an operator from before the lists applied to profiles."""
     memory = simulation.store.objects[("trainingruns", *KEY)]["status"]["memory"]
     note = json.loads(memory["profile"])
     of_then = {key: note[key] for key in ("defaults", "rdma", "from") if key in note}
@@ -242,7 +243,8 @@ def test_a_run_of_an_earlier_version_may_not_use_values_of_its_namespace_profile
     assert simulation.status["message"].startswith(f"spec.image: '{BAD}' is not an image")
 
 
-# ---- runs that have begun ----------------------------------------------------------------------------------
+# ---- runs that have started
+# ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_of_profile", [False, True])
@@ -259,9 +261,9 @@ def test_a_shortened_list_stops_further_pods_of_affected_runs(
     simulation.config = BOUNDED
     simulation.start_operator()
     simulation.settle()
-    # Pods at work are left alone, as with an account that is taken off its list.
+    # Running pods are left alone, as with a service account that is removed from its list.
     assert simulation.status["reason"] == "InvalidSpec"
-    # Its image cannot change any more: the remedy names nothing that the API server refuses.
+    # Its image cannot change any more: the remedy must not name a change that the API server refuses.
     assert simulation.status["message"].endswith(
         "they begin with registry.example.com/training/, localhost/. Have it added to "
         "admissionPolicy.allowedImages of the chart, or make a new TrainingRun."
@@ -310,7 +312,7 @@ def test_a_run_that_the_list_keeps_from_starting_can_be_made_smaller() -> None:
     old = {**make_run(image=BAD, nodes={"min": 1, "max": 2}), "status": status}
     new = {**make_run(image=BAD, nodes={"min": 1, "max": 1}), "status": status}
     assert find_problems(new, old, BOUNDED.installation) == ()
-    # Another image that is not allowed is refused, and so are other mistakes, old ones too.
+    # Another image that is not allowed is refused, and so are other mistakes, including old ones.
     new = {**make_run(image=f"{BAD}1", nodes={"min": 2, "max": 1}), "status": status}
     found = {one.path for one in find_problems(new, old, BOUNDED.installation)}
     assert found == {"spec.image", "spec.nodes.max"}

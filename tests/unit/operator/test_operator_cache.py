@@ -73,7 +73,7 @@ def test_a_scheduling_gate_missing_from_the_create_response_is_a_change_of_the_s
     shown = pod(version=10, phase="Pending", conditions=[gated])
     assert cache.see(PODS, shown, is_watched=is_watched) == (KEY,)
     assert cache.pods(KEY)[0]["status"]["conditions"] == [gated]
-    # The answer may come after the watch.
+    # The response may come after the watch event.
     assert cache.see(PODS, pod(version=10, phase="Pending")) == ()
     assert cache.see(PODS, shown, is_watched=True) == ()
     assert cache.pods(KEY)[0]["status"]["conditions"] == [gated]
@@ -99,7 +99,7 @@ def test_an_object_returns_to_the_cache_if_its_label_returns(
     cache: InformerCache,
 ) -> None:
     cache.see(PODS, pod(version=10), is_watched=True)
-    # A watch by label shows an object that leaves it as deleted.
+    # A watch by label shows an object that loses the label as deleted.
     cache.see(PODS, pod(version=12), is_deleted=True, is_watched=True)
     assert cache.see(PODS, pod(version=13, phase="Running"), is_watched=True) == (KEY,)
     assert [one["metadata"]["uid"] for one in cache.pods(KEY)] == ["u1"]
@@ -222,14 +222,14 @@ def test_a_run_that_mounts_the_claim_of_another_run_counts_as_user_until_deleted
     cache.see(RUNS, run("base", uid="base", version=10))
     index = cache.claim_index
     assert index.users_of("ns", "base") == {("ns", "base")}
-    # The run of the claim looks again: the claim is not to go with it any more.
+    # The run of the claim is reconciled again: the claim must not be deleted with it any more.
     assert ("ns", "base") in cache.see(RUNS, mounting(11, "base"))
     assert index.users_of("ns", "base") == {("ns", "base"), ("ns", "tune")}
     assert index.keepers_of("ns", "base") == {("ns", "base")}
     assert cache.others(("ns", "base")) == (), "it keeps no files there"
     assert ("ns", "base") in cache.see(RUNS, mounting(12, "elsewhere"))
     assert index.users_of("ns", "base") == {("ns", "base")}
-    # A volume of its profile is a volume, too.
+    # A volume of its profile counts, too.
     of_profile = run("tune", uid="tune", version=13)
     of_profile["status"] = {"volume": {"profileClaims": ["base"]}}
     assert ("ns", "base") in cache.see(RUNS, of_profile)
@@ -261,7 +261,7 @@ def test_a_claim_that_no_watch_shows_is_cached_while_a_run_refers_to_it(
     assert list(cache.store.claims) == [("ns", "shared")]
     cache.see(RUNS, run("run-0", uid="run-0", version=11, claim="other"))
     look()
-    # The one is edited to another claim, the other is gone.
+    # The first run is edited to another claim, the second is deleted.
     cache.forget(RUNS, run("run-1", uid="run-1"))
     assert list(cache.store.claims) == [("ns", "other")]
     assert index.fetched_at("ns", "other") == 5.0
@@ -378,7 +378,7 @@ def test_a_response_that_the_watch_has_already_shown_is_not_expected_again(
     build = run if resource == RUNS else pod
     cache.see(resource, build(version=10), is_watched=True)
     cache.see(resource, build(version=10))  # a LIST, or an apply that changed nothing
-    cache.see(resource, build(version=9))  # an answer that was read late
+    cache.see(resource, build(version=9))  # a response that was read late
     now[0] = 180.0
     assert cache.expectations.lag()[resource] == 0.0
     cache.replace(resource, [build(version=10)], version=50, covers=lambda namespace: True)
@@ -404,7 +404,7 @@ def test_deleted_objects_are_not_expected_from_the_watch(cache: InformerCache) -
     assert cache.expectations.lag() == {PODS: 180.0, RUNS: 180.0}
     # The event of a deletion has its own version, which is newer than every response about the object.
     cache.see(PODS, pod("run-2-0", uid="c", version=15), is_deleted=True, is_watched=True)
-    cache.see(PODS, pod("run-2-0", uid="c", version=14))  # its answer comes after its end
+    cache.see(PODS, pod("run-2-0", uid="c", version=14))  # its response comes after its end
     cache.see(
         RUNS, run(uid="new", version=21), is_watched=True
     )  # no event reported the end of the previous one

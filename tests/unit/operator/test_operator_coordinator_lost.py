@@ -1,5 +1,5 @@
-"""A coordinator that does not respond is replaced before Kubernetes gives up its host; no other coordinator
-is."""
+"""A coordinator that does not respond is replaced before Kubernetes gives up its host. No other coordinator
+is replaced."""
 
 import errno
 from dataclasses import replace
@@ -24,7 +24,7 @@ def begin() -> Simulation:
 
 
 def coordinators(world: Simulation) -> list[str]:
-    """Those that are not being deleted."""
+    """The coordinators that are not being deleted."""
     pods = [world.store.get("pods", "ns", name) for name in world.pods("coordinator")]
     return [
         pod["metadata"]["name"]

@@ -27,7 +27,8 @@ from evergrad_operator.edge.cache.host_index import HostIndex
 from evergrad_operator.edge.cache.store import CHILDREN, CLAIMS, PODS, RUNS
 from evergrad_operator.edge.metrics.operator_metrics import FactsCollector, RunFactsSource
 
-# ---- odd values --------------------------------------------------------------------------------------------
+# ---- unusual values
+# -----------------------------------------------------------------------------------------
 
 TIMES = (
     "9999-12-31T23:59:59-12:00",
@@ -74,7 +75,7 @@ ODD = st.recursive(
     max_leaves=6,
 )
 PAIRS = st.lists(st.lists(st.sampled_from(("n1", "n2")) | ODD, min_size=2, max_size=2))
-"""Such as the hosts of ``hostFaults`` and of ``inputErrors``."""
+"""For example the hosts of ``hostFaults`` and of ``inputErrors``."""
 
 
 def odd_map(*keys: str, values: st.SearchStrategy[Any] = ODD) -> st.SearchStrategy[Any]:
@@ -107,7 +108,7 @@ def dump(value: Any) -> str:
 
 @st.composite
 def memories(draw: st.DrawFn) -> Any:
-    """The status's own part, ``memory``."""
+    """The status field ``memory``."""
     notes = draw(NOTES)
     if not isinstance(notes, dict):
         return notes
@@ -209,7 +210,7 @@ def test_every_status_is_written_as_it_was_read(status: Any) -> None:
 @example({"evaluation": dump({"attempt": 1, "at": 1e300, "pending": [10**400]})})
 def test_values_read_from_damaged_notes_can_be_written_again(notes: Any) -> None:
     built = build_memory(parse_memory({"memory": notes, "conditions": [{}]}))
-    # Texts that no status can hold were in none: those are left as they are.
+    # Texts that no status can contain did not occur before and are left unchanged.
     assert all(
         len(value) <= 8192 or value == notes[key]
         for key, value in built.get("memory", {}).items()
@@ -245,7 +246,8 @@ def damaged_run(text: str) -> dict[str, Any]:
     return make_run(damaged(text))
 
 
-# ---- outside of a pass -------------------------------------------------------------------------------------
+# ---- outside a pass
+# -----------------------------------------------------------------------------------------
 
 
 @given(STATUSES, STATUSES)

@@ -37,7 +37,7 @@ RECIPE = {
 
 
 def make(section: Mapping[str, Any] = SECTION, **spec: Any) -> Simulation:
-    """A run that trains and has published nothing so far."""
+    """A run that trains and has published no checkpoint so far."""
     simulation = Simulation()
     simulation.create_run(training=copy.deepcopy(RECIPE), evaluation=section, **spec)
     simulation.settle()
@@ -63,7 +63,7 @@ def publish(simulation: Simulation, step: int) -> None:
 
 
 def end(simulation: Simulation, name: str, step: int, **more: Any) -> None:
-    """The pod leaves its report, and ends with 0."""
+    """The pod writes its report, and exits with 0."""
     report = encode_evaluated(step, [{**ROW, "step": step}], **more)
     simulation.end_pod(name, message=report.decode())
     simulation.settle()
@@ -190,7 +190,7 @@ def test_a_lost_evaluation_pod_is_replaced_for_the_same_checkpoint(
 
 
 def refuse_pods(simulation: Simulation, part: str) -> None:
-    """A quota is used up for pods whose name has this part."""
+    """Exhaust the quota for pods whose name contains this part."""
 
     def before(write: Write) -> None:
         if (write.verb, write.plural) == ("create", "pods") and part in write.name:
@@ -214,7 +214,7 @@ def test_a_refused_evaluation_pod_does_not_block_replacement_of_nodes_or_coordin
     simulation.settle()
     assert simulation.pods("coordinator") == ["run-coordinator-1"]
     assert simulation.pods() == ["run-0-0", "run-1-0", "run-1-1"]
-    # Its step waits for its turn, and the others are tried all the same.
+    # Its step waits, and the others are still evaluated.
     assert simulation.refused() == [("create", "run-evaluate-2-0", "Forbidden")]
 
 
@@ -387,7 +387,7 @@ def test_removing_the_section_deletes_the_pod_and_training_continues_after_a_res
         simulation.settle()
         simulation.reap()
     assert simulation.pods("evaluation") == []
-    # The nodes evaluate between steps again: they have to agree on that.
+    # The nodes evaluate between steps again, so all nodes must agree on that.
     assert simulation.pods() == ["run-0-1", "run-1-1"]
 
 
@@ -456,7 +456,7 @@ def test_an_operator_killed_at_any_write_evaluates_each_checkpoint_once(
         except Crash:
             simulation.store.before = simulation.store.after = lambda write: None
             simulation.start_operator()
-            # The first pass begins to ask the coordinator, the second has its answer.
+            # The first pass starts to poll the coordinator, the second has its response.
             simulation.settle()
             simulation.settle()
 
@@ -604,11 +604,12 @@ def test_a_report_without_results_fits_for_any_characters_in_its_reason(
     assert set(report.passed_over) == {letter}
 
 
-# ---- what would wait for ever ------------------------------------------------------------------------------
+# ---- states that would wait forever
+# -------------------------------------------------------------------------
 
 
 def make_on_one_host(**spec: Any) -> Simulation:
-    """A run on a volume that one host mounts at a time, which is n1."""
+    """A run on a volume that only one host can mount at a time, here n1."""
     simulation = make(**spec)
     with simulation.by_others():
         modes = {"spec": {"accessModes": ["ReadWriteOnce"]}}
@@ -680,7 +681,8 @@ def test_a_pod_that_kueue_holds_in_a_former_queue_moves_to_the_new_queue_of_the_
     assert labels["kueue.x-k8s.io/queue-name"] == "new"
 
 
-# ---- a state that is over ----------------------------------------------------------------------------------
+# ---- a final state
+# ------------------------------------------------------------------------------------------
 
 
 def test_without_its_section_no_evaluation_is_shown_as_active_and_results_stay(

@@ -32,7 +32,7 @@ PODS = [
     make_pod({"schedulingGates": [{"name": "other"}]}, "Pending"),
     make_pod({"nodeName": "n1"}, "Pending"),
     make_pod({"nodeName": "n1"}, "Running"),
-    # None of these is a node that lives.
+    # None of these is a live node.
     make_pod({"nodeName": "n1"}, "Running", "coordinator"),
     make_pod({"nodeName": "n1"}, "Running", "evaluation"),
     make_pod({"nodeName": "n1"}, "Succeeded"),
@@ -101,7 +101,7 @@ def test_a_run_that_needs_a_person_exports_its_reason() -> None:
     sample = f'{{reason="ImagePullFailed",{WHO}}} 1.0'
     assert f"evergrad_operator_run_stalled{sample}" in text
     assert f"evergrad_operator_run_waiting{sample}" in text
-    # A group that trains on with a spec that cannot be read needs a person, too.
+    # A group that continues to train with an unreadable spec needs a person, too.
     text = scrape(stalled("InvalidSpec"), [])
     assert f'evergrad_operator_run_stalled{{reason="InvalidSpec",{WHO}}} 1.0' in text
     assert "evergrad_operator_run_waiting{" not in text

@@ -1,4 +1,4 @@
-"""The rows of the page of all runs, and the requests that it answers."""
+"""The rows of the fleet page, and the requests that it answers."""
 
 import asyncio
 import json
@@ -99,7 +99,7 @@ def test_the_page_listens_on_loopback_only_and_refuses_cross_site_requests() -> 
             "text/html; charset=utf-8",
             b"<!doctype html>",
         )
-        # No other address of the machine is taken, as it would be by all of them: other pods do not reach it.
+        # It listens on no other address of the machine, so other pods cannot reach it.
         socket.create_server(("127.0.0.2", port)).close()
         status, kind, text = await asyncio.to_thread(ask, f"{url}/live")
         assert (status, kind) == (200, "text/event-stream")

@@ -29,7 +29,7 @@ BETA, ALPHA_3, ALPHA_2 = POD_GROUPS["podGroup"]
 
 
 def in_gangs(gang: str, kind: Kind | None, **spec: Any) -> simulated_run.Simulation:
-    """A run of two nodes and a third, in an installation that places runs by ``gang``."""
+    """A run of two nodes with a third above its minimum, in an installation that places runs by ``gang``."""
     config = dataclasses.replace(simulated_run.CONFIG, gang=gang)
     world = simulated_run.Simulation(simulated_run.make_run(**spec), config=config)
     world.group_kind = kind
@@ -37,12 +37,12 @@ def in_gangs(gang: str, kind: Kind | None, **spec: Any) -> simulated_run.Simulat
 
 
 def group_of(world: simulated_run.Simulation) -> dict[str, Any]:
-    """The run's PodGroup."""
+    """The PodGroup of the run."""
     return world.children["PodGroup", "docs-lm"]
 
 
 def made(world: simulated_run.Simulation) -> dict[str, dict[str, Any]]:
-    """Pods that the last pass has made, by name."""
+    """Return the pods that the last pass has created, by name."""
     return {pod["metadata"]["name"]: dict(pod) for pod in world.plan.create}
 
 
@@ -145,7 +145,7 @@ def test_the_group_follows_the_minimum_if_its_api_version_allows_a_change() -> N
 
 
 def classes(world: simulated_run.Simulation) -> dict[str, str]:
-    """Priority class of each node that the last pass has made."""
+    """Return the priority class of each node that the last pass has created."""
     return {
         name: pod["spec"].get("priorityClassName", "")
         for name, pod in made(world).items()
@@ -179,7 +179,7 @@ def test_a_group_keeps_its_immutable_priority_class_until_the_run_has_no_pods() 
         "priorityClassName": "low",
     }
 
-    # A suspended run gives its group back once its last pod is gone, and has another one afterwards.
+    # A suspended run deletes its group after its last pod, and has another one afterwards.
     world.set_spec(suspend=True)
     world.reconcile()
     assert world.live() == [] and ("PodGroup", "docs-lm") in world.children
@@ -243,7 +243,7 @@ def test_a_failed_run_that_is_restarted_gets_a_new_group_before_its_pods(
         "schedulingPolicy": {"gang": {"minCount": 3}},
         "priorityClassName": "high",
     }
-    # It is made once for each restart.
+    # It is created once for each restart.
     world.run(40)
     assert world.live() and ("PodGroup", "docs-lm") in world.children
 
@@ -294,7 +294,7 @@ def test_a_run_whose_required_group_is_missing_creates_no_pod_and_names_the_reme
         remedy in decision.message and "runs.gang of the chart to none" in decision.message
     )
     assert decision.requeue_after is not None, "nothing tells of an API group that appears"
-    # It comes, and the run begins by itself.
+    # When it exists, the run starts by itself.
     world.group_kind = POD_GROUPS[gang][0]
     world.reconcile()
     assert list(made(world)) == ["docs-lm-prepare-0"]
@@ -405,7 +405,7 @@ def test_a_removed_type_that_the_operator_has_cached_is_detected_at_the_next_att
 def list_or_fail(
     simulation: Simulation, monkeypatch: pytest.MonkeyPatch, status: int = 404
 ) -> None:
-    """Lists of PodGroups in a version that the API server has not got are answered with this status."""
+    """Let lists of PodGroups in a version that the API server does not serve fail with this status."""
     real = simulation.cluster.list_all
 
     async def list_all(kind: Kind, namespace: str | None, **more: Any) -> Any:
@@ -510,7 +510,7 @@ def test_no_pod_is_created_in_a_group_that_is_being_deleted() -> None:
     simulation.settle()
     body = simulation.store.get("podgroups", "ns", "run")
     with simulation.by_others():
-        # Nothing takes its finalizer away for a while.
+        # Its finalizer stays for a while.
         simulation.store.change(
             "podgroups",
             "ns",
@@ -567,7 +567,7 @@ def test_the_message_names_an_object_of_an_unknown_version() -> None:
 
 
 class Served:
-    """An API server that has these versions, and counts the requests."""
+    """An API server that serves these versions and counts the requests."""
 
     def __init__(self, *versions: str) -> None:
         self.versions = versions

@@ -1,4 +1,4 @@
-"""Images of a run: its first pod's digest is kept to, images brought by hand serve, and two images never
+"""Images of a run: all pods use the digest of the first pod, images loaded by hand work, and two images never
 train together."""
 
 import copy
@@ -61,7 +61,7 @@ def test_a_digest_is_requested_if_a_registry_has_it(
         (f"docker://{A}", A, True),
         (f"r.example/x@{A}", f"docker-pullable://r.example/x@{A}", True),
         (f"r.example/x@{A}", f"r.example/x@{B}", False),
-        # Imports by hand: the day does not count, the digest does.
+        # Manual imports: the date does not count, the digest does.
         (
             f"docker.io/library/import-2026-11-22@{A}",
             f"docker.io/library/import-2026-11-23@{A}",
@@ -199,7 +199,7 @@ def test_a_pod_with_another_image_ends_as_a_host_fault_and_the_first_pod_stays(
     assert world.status["restarts"]["byCause"] == {"HostFault": 1}
     assert world.status["failures"]["withoutProgress"] == 0
     assert second in world.status["lastFailure"]["message"]
-    # The next one keeps away from that host, if it can.
+    # The next pod avoids that host, if possible.
     affinity = world.pods["docs-lm-1-1"]["spec"]["affinity"]["nodeAffinity"]
     assert "host-docs-lm-1-0" in str(affinity)
 

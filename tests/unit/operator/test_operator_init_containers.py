@@ -1,5 +1,5 @@
-"""Additions of a run's template to its pods: an account, variables from whole objects, init containers, and
-limits for the host's disk; and the explanation of the ends of such pods."""
+"""Additions of a run's template to its pods: a service account, variables from whole objects, init
+containers, and limits for the host's disk; and the explanation of the ends of such pods."""
 
 import dataclasses
 import json
@@ -55,7 +55,8 @@ def node_pod(world: Simulation) -> dict[str, Any]:
     )
 
 
-# ---- the account -------------------------------------------------------------------------------------------
+# ---- the service account
+# ------------------------------------------------------------------------------------
 
 
 def test_an_allowed_service_account_is_used_by_nodes_and_never_by_the_coordinator() -> None:
@@ -158,7 +159,7 @@ def test_an_init_container_is_as_restricted_as_the_trainer_and_has_no_token_or_m
     variables = {one["name"]: one["value"] for one in fetch["env"]}
     assert variables["HOME"] == "/data", "the user's own value counts"
     assert variables["HF_HOME"] == "/tmp/.cache/huggingface"
-    # A device is not shared, and the rest is the pod's for as long as nothing else runs in it.
+    # A device cannot be shared; the other resources belong to the pod while nothing else runs in it.
     assert check["resources"] == {"requests": {"cpu": "2"}, "limits": {"memory": "4Gi"}}
     assert check["args"] == ["validate"] and "command" not in check
 
@@ -168,7 +169,7 @@ def test_template_keys_never_override_values_that_evergrad_sets() -> None:
     world.reconcile()
     (container,) = node_pod(world)["spec"]["containers"]
     assert container["envFrom"] == [{"configMapRef": {"name": "settings"}}]
-    # In Kubernetes, `env` takes precedence over `envFrom`: these stay, whatever keys the ConfigMap has.
+    # In Kubernetes, `env` takes precedence over `envFrom`: these stay for any keys of the ConfigMap.
     named = {one["name"] for one in container["env"]}
     assert {"EVERGRAD_POD_IP", "HOME", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR"} <= named
 
@@ -276,7 +277,7 @@ def evict(world: Simulation, name: str, message: str) -> None:
 
 
 def retry(world: Simulation) -> None:
-    """The end of a pod is seen, and its replacement comes once its pause is over."""
+    """Let a pass observe the end of a pod, and create its replacement after its pause."""
     world.reconcile()
     world.now = max(world.now + 1, world.decision.memory.budget.retry_at)
     world.reconcile()

@@ -75,7 +75,7 @@ async def serve() -> AsyncIterator[Port]:
 
 
 def hold_checks(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """Pause checks. The first event is set after one has begun; set the second event to continue them."""
+    """Pause checks. The first event is set after a check has started; set the second event to continue."""
     begun, goes_on = threading.Event(), threading.Event()
 
     def wait(*arguments: Any) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def hold_checks(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threa
 
 @contextmanager
 def watch_inflation() -> Iterator[list[int]]:
-    """Collect the sizes of what aiohttp inflates."""
+    """Collect the sizes of the data that aiohttp inflates."""
     sizes: list[int] = []
     feed_data = DeflateBuffer.feed_data
 
@@ -108,7 +108,7 @@ def make_request(body: bytes, path: str = "/validate") -> bytes:
 
 
 async def read_rest(client: Client) -> str:
-    """Return what comes until the server closes the connection."""
+    """Return the data until the server closes the connection."""
     return (await client[0].read()).decode()
 
 
@@ -125,7 +125,7 @@ def test_requests_that_never_complete_are_closed_oldest_first_for_the_api_server
             assert await read_status(slow[0]) == 503
             assert (await port.post())[0] == 200
             assert await read_status(slow[1]) == 503
-            # The other requests have free slots, and may still end.
+            # The other requests have free slots, and can still end.
             for reader, writer in slow[2:]:
                 writer.write(b" " * (size - 1))
                 assert await read_status((reader, writer)) == 400
@@ -156,7 +156,7 @@ def test_a_body_above_the_size_limit_is_refused_before_it_is_read() -> None:
 def test_a_compressed_body_is_refused_and_never_inflated(encoding: str) -> None:
     async def run() -> None:
         async with serve() as port:
-            # The end of the body is missing, so that what has come is held.
+            # The end of the body is missing, so that the received part is held.
             packer = zlib.compressobj(wbits=31)
             packed = packer.compress(b" " * MAX_REQUEST_BYTES)
             packed += packer.flush(zlib.Z_SYNC_FLUSH)
@@ -167,7 +167,7 @@ def test_a_compressed_body_is_refused_and_never_inflated(encoding: str) -> None:
             )
             assert await read_status(client) == 415
             await client[0].readuntil(b"without Content-Encoding")
-            # The API server may name the encoding that is none.
+            # The API server may name the identity encoding.
             client = await port.begin(
                 size=len(REVIEW), sent=REVIEW, headers="Content-Encoding: Identity\r\n"
             )
@@ -200,7 +200,7 @@ def test_pipelined_requests_are_not_held(
 
 @pytest.mark.parametrize("path", ["/validate", "/other"])
 def test_each_connection_gets_one_response(path: str) -> None:
-    # A client that never reads its answers would otherwise leave its further requests to the server.
+    # A client that never reads its responses would otherwise leave its further requests to the server.
     async def run() -> None:
         async with serve() as port:
             client = await port.connect()
@@ -261,7 +261,7 @@ def test_a_request_is_refused_if_the_requests_being_checked_leave_no_capacity(
             assert await port.post() == (503, "too many requests are being checked\n")
             goes_on.set()
             assert (await first)[0] == 200
-            # Its room is free again.
+            # Its slot is free again.
             assert (await port.post())[0] == 200
 
     asyncio.run(run())
@@ -286,7 +286,7 @@ def test_a_client_that_disconnects_is_not_logged(caplog: pytest.LogCaptureFixtur
 def logging_as_the_operator_does() -> Iterator[None]:
     root, server = logging.getLogger(), logging.getLogger("aiohttp.server")
     before = (root.handlers[:], root.level, server.filters[:])
-    # Those of pytest stay out: they would show what the operator's filter drops.
+    # The handlers of pytest are removed: they would show records that the operator's filter drops.
     root.handlers = []
     try:
         set_up_logging("info", "text")

@@ -1,5 +1,5 @@
-"""The status as kstatus reads it, and with it Flux, `kubectl` plug-ins and other tools that wait: nothing is
-done before the operator has seen it, and only what a person must mend is a failure."""
+"""The status as kstatus interprets it, and therefore Flux, `kubectl` plug-ins and other tools that wait: a
+run is never done before the operator has observed it, and it is a failure only if a person must act."""
 
 import itertools
 from collections.abc import Iterator
@@ -46,15 +46,16 @@ EXPECTED = {
     "failed": "Failed",
     "deleting": "Terminating",
 }
-"""The state that waiting tools must see for each case."""
+"""The kstatus result of each case."""
 AT_ITS_END = {Phase.RUNNING, Phase.COMPLETE, Phase.SUSPENDED}
 
 
 def every_status() -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is expected, and the run: each phase with each reason, for a person to mend or not.
+    """Return the expected result and the run, for each phase with each reason, with and without an action of
+    a person.
 
-    Conditions follow from these three and from numbers that kstatus does not read, so that no status that
-    the operator can write is left out.
+    Conditions follow from these three and from numbers that kstatus does not read, so this covers every
+    status that the operator can write.
     """
     world = Simulation()
     world.reconcile()

@@ -1,4 +1,4 @@
-"""The client's edge against a server that refuses, delays, rotates tokens and breaks off."""
+"""The Kubernetes client against a server that refuses, delays, rotates tokens and closes connections."""
 
 import asyncio
 import json

@@ -206,7 +206,7 @@ def test_a_holder_that_lost_the_lease_takes_it_again_when_the_api_server_answers
         assert not gate.has_other_holder
 
     virtual_time.run(main())
-    # A minute of tries is one line, not thirty.
+    # A minute of attempts logs one line, not thirty.
     assert len([text for text in caplog.messages if "Unreachable" in text]) == 1
 
 
@@ -219,7 +219,7 @@ def test_a_lease_that_became_free_while_the_process_was_stopped_is_not_renewed(
     answer = cluster.get
 
     async def be_stopped_before_the_answer(*place: Any) -> Any:
-        # Meanwhile the other has held the lease, written, and given it back.
+        # In the meantime the other has held the lease, written, and released it.
         cluster.get = answer
         clock.now += 20
         assert await second._try(cluster)

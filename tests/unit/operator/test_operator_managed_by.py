@@ -1,4 +1,4 @@
-"""``spec.managedBy``: a run of another controller, of which the operator writes nothing."""
+"""``spec.managedBy``: the operator writes nothing of a run of another controller."""
 
 from typing import Any
 

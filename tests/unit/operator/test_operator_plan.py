@@ -1,4 +1,4 @@
-"""Whole plans against YAML in tests/golden, and what holds for every pod that is ever planned."""
+"""Whole plans compared with YAML in tests/golden, and invariants of every planned pod."""
 
 import argparse
 import copy
@@ -149,7 +149,7 @@ def test_a_whole_plan_matches_its_golden_file(name: str) -> None:
         "token": plan.token,
         "apply": [*plan.apply, *world.plan.apply],
         "delete": [],
-        # A node above the minimum of a queued run comes in the second pass.
+        # A node above the minimum of a queued run is created in the second pass.
         "create": [*plan.create, *world.plan.create],
     }
     built = json.loads(json.dumps(built))
@@ -245,7 +245,7 @@ def test_coordinator_arguments_are_accepted_by_the_coordinator() -> None:
         options = parse_arguments(arguments)
         assert find_problems(options) == []
         nodes = world.raw["spec"]["nodes"]
-        # A queue admits the minimum first, and that is what the start waits for.
+        # A queue admits the minimum first, and the start waits for exactly these nodes.
         is_queued = "kueue.x-k8s.io/queue-name" in world.raw["metadata"].get("labels", {})
         assert (options.min, options.max, options.epoch) == (nodes["min"], nodes["max"], 0)
         assert options.expect == nodes["min" if is_queued else "max"]
@@ -355,7 +355,7 @@ def test_a_queue_admits_the_smallest_group_together_and_each_further_node_alone(
     assert found == [group, group, {}]
     key = "kueue.x-k8s.io/pod-group-name"
     assert [one.get(key) for one in labels] == ["docs-lm-uid-d-0", "docs-lm-uid-d-0", None]
-    # A group's size is fixed while a pod of it lives: live bounds do not touch it.
+    # The size of a group is fixed while one of its pods lives, so changed bounds do not affect it.
     world.settle()
     world.set_spec(nodes={"min": 1, "max": 3})
     world.age(100)
@@ -364,7 +364,7 @@ def test_a_queue_admits_the_smallest_group_together_and_each_further_node_alone(
     (pod,) = world.plan.create
     assert pod["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "2"
     assert pod["metadata"]["labels"][key] == "docs-lm-uid-d-0"
-    # A resumption makes a new one.
+    # A resumption creates a new one.
     world.set_spec(suspend=True)
     for _ in range(4):
         world.reconcile()
@@ -441,7 +441,7 @@ def with_volume(
     annotations: Mapping[str, str] | None = None,
     **storage: Any,
 ) -> Simulation:
-    """Return a run whose claim was made ``age`` seconds after it, as a pass finds it."""
+    """Return a run whose claim was created ``age`` seconds after it, as a pass observes it."""
     world = Simulation(make_run(storage={"size": "1Gi", **storage}))
     world.users = users
     world.reconcile()
@@ -467,7 +467,7 @@ def test_a_claim_to_be_deleted_with_its_run_is_owned_once_observed_as_part_of_th
 
     # One write, and no further one.
     assert world.reconcile() and world.plan.claim is None
-    # The file's mind is changed: the next apply leaves the owner out.
+    # The setting is changed: the next apply omits the owner.
     world.set_spec(storage={"size": "1Gi", "whenDeleted": "Retain"})
     world.reconcile()
     assert world.plan.claim is not None
@@ -481,7 +481,7 @@ def test_a_claim_that_must_stay_loses_its_owner_while_the_run_is_held_too() -> N
     assert (held.action, held.reason) == (Action.HOLD, Reason.INVALID_SPEC)
     assert world.plan.claim is None, "nothing else is changed on the volume"
 
-    # Data of another run do not go with this one, and the file may change its mind.
+    # Data of another run must not be deleted with this one, and the setting may change.
     readers, changed = copy.deepcopy(world), copy.deepcopy(world)
     readers.users = frozenset({"docs-lm", "reader"})
     changed.set_spec(storage={"size": "1Gi", "whenDeleted": "Retain"})
@@ -551,7 +551,7 @@ def test_records_of_unfinished_runs_are_dropped_last_and_counted() -> None:
         resource_version="7",
     )
     stale = find_stale_records(run, claim, users)
-    # The oldest complete one goes, though the unfinished one is older.
+    # The oldest complete one is dropped, although the unfinished one is older.
     assert stale.annotations == ("run.evergrad.dev/trial-0",)
     assert stale.dropped_unfinished is None
 
@@ -571,7 +571,7 @@ def test_the_status_reports_whether_the_claim_is_deleted_with_the_run() -> None:
     assert world.status["volume"] == {"goesWithRun": True}
     world.users = frozenset({"docs-lm", "reader"})
     world.reconcile()
-    # Until the claim has lost its owner, it goes with the run.
+    # Until the claim has lost its owner, it is deleted with the run.
     assert world.status["volume"] == {"goesWithRun": True}
     claim = world.children["PersistentVolumeClaim", "docs-lm"]
     claim["metadata"]["annotations"].pop("evergrad.dev/deleted-with")
@@ -888,11 +888,12 @@ def test_the_start_does_not_wait_for_elastic_nodes_that_a_queue_admits_later(
     assert arguments[arguments.index("--expect") + 1] == expected
 
 
-# ---- the coordinator's place -------------------------------------------------------------------------------
+# ---- placement of the coordinator
+# ---------------------------------------------------------------------------
 
 
 def coordinator_of(template: dict[str, Any]) -> dict[str, Any]:
-    """The coordinator's pod of a run with this template."""
+    """Return the coordinator's pod of a run with this template."""
     world = Simulation(make_run(template=template))
     world.reconcile()
     return dict(world.plan.create[0])
@@ -1039,10 +1040,10 @@ def test_pods_are_annotated_for_prometheus_if_the_installation_requests_it() -> 
     # If policies block the coordinator, no client reaches it; without policies, all clients do.
     assert scraped({}, **on)[coordinator] == {}
     assert scraped({}, **on, network_policies=False)[coordinator] == of_coordinator
-    # A team's own annotations are its own.
+    # Annotations of a team are kept.
     own = {"annotations": {"prometheus.io/scrape": "false"}}
     assert scraped({"template": own}, **on)[node] == {**of_node, "scrape": "false"}
-    # A free port is not known before the node runs.
+    # A random port is unknown before the node runs.
     training = {**make_run()["spec"]["training"], "metrics": {"port": 0}}
     assert scraped({"training": training}, **on)[node] == {}
 

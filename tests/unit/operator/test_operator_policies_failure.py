@@ -1,4 +1,4 @@
-"""Failures of pods: each cause with its budget, reason, message and pace."""
+"""Failures of pods: each cause with its budget, reason, message and pause."""
 
 import json
 from collections.abc import Callable
@@ -201,7 +201,7 @@ def test_an_exit_code_64_from_before_a_group_or_an_edit_is_not_counted_later(
         world.settle()
         assert "inputErrors" not in world.status["memory"]
 
-    # Settings that all nodes share are edited: the pods leave and come again, and no group has formed.
+    # Settings that all nodes share are edited: the pods are replaced, and no group has formed.
     recipe = world.raw["spec"]["training"]
     world.set_spec(training={**recipe, "checkpoint": {"every": {"steps": 7}}})
     for _ in range(3):
@@ -590,7 +590,7 @@ def test_a_newer_step_resets_the_failure_count() -> None:
     for step in (10, 20, 30, 40, 50, 60):
         fail(world)
         assert world.status["failures"]["withoutProgress"] == 1
-        # The first answer after a failure may have a step from before it.
+        # The first response after a failure may contain a step from before it.
         for newer, failures in ((step + 1, 1), (step + 2, 0)):
             world.train(newer)
             world.reconcile()
@@ -614,7 +614,7 @@ def test_a_step_from_before_a_failure_does_not_cancel_the_failure(
         world.age(1)
         world.reconcile()
         assert world.status["failures"]["withoutProgress"] == number
-        # The coordinator is still there. It was given this step just before the end.
+        # The coordinator is still running. It received this step just before the end.
         world.train(20, phase=phase, nodes={"ready": 0, "connected": 0})
         world.age(5)
         world.settle()
@@ -733,7 +733,7 @@ def test_the_pause_before_a_replacement_doubles_after_each_failure() -> None:
 def test_replacements_after_causes_that_count_no_failure_back_off_too() -> None:
     world = Simulation().run()
     replaced = 0
-    for _ in range(120):  # a minute, two looks a second
+    for _ in range(120):  # a minute with two passes per second
         for name in world.live():
             if name.startswith("docs-lm-1-"):
                 world.pods[name]["status"] = {"phase": "Failed", "reason": "OutOfcpu"}
@@ -1245,7 +1245,7 @@ def test_a_node_that_ends_by_itself_does_not_hide_the_rank_that_failed(
 
 
 def wished_away(pod: dict[str, Any]) -> list[str]:
-    """The hosts that a pod is to keep away from."""
+    """Return the hosts that a pod must avoid."""
     nodes = (pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}
     return [
         field["values"][0]

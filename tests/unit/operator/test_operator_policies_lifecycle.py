@@ -1,4 +1,4 @@
-"""The life of a run: start, bounds, suspension, restart, deadline, completion, conflicts, cleaning."""
+"""The life of a run: start, bounds, suspension, restart, deadline, completion, conflicts, cleanup."""
 
 import json
 from dataclasses import replace
@@ -70,7 +70,7 @@ def test_a_new_run_creates_all_its_children_in_one_pass_and_nothing_in_the_next(
         "docs-lm-1-0",
         "docs-lm-2-0",
     ]
-    # The pods that the first pass has made are counted by the second one, and there is nothing else to write.
+    # The second pass counts the pods that the first pass has created, and there is nothing else to write.
     for _ in range(3):
         world.reconcile()
         assert world.plan.is_empty
@@ -162,7 +162,7 @@ def test_a_run_that_is_deleted_without_its_children_reports_that_and_no_end() ->
         "deletionTimestamp": "2030-03-17T17:46:40Z",
         "finalizers": ["orphan"],
     }
-    # The garbage collector takes the owner from one child after the other.
+    # The garbage collector removes the owner from one child after the other.
     for pod in world.pods.values():
         del pod["metadata"]["ownerReferences"]
         world.reconcile()
@@ -880,7 +880,8 @@ def test_sections_that_do_not_affect_the_result_may_differ() -> None:
     assert again.reconcile().action == Action.RUN
 
 
-# ---- deadline, cleaning ------------------------------------------------------------------------------------
+# ---- deadline, cleanup
+# --------------------------------------------------------------------------------------
 
 
 def test_a_deadline_ends_the_run_after_its_state_is_saved() -> None:

@@ -44,7 +44,7 @@ def start(simulation: Simulation) -> None:
 
 
 def suspend(simulation: Simulation) -> None:
-    """All pods leave, as the coordinator confirms."""
+    """All pods drain, as the coordinator confirms."""
     edit(simulation, suspend=True)
     simulation.settle()
     simulation.reap()
@@ -192,7 +192,7 @@ def test_a_user_error_in_the_data_fails_the_run_with_the_message_of_the_command(
     assert simulation.pods() == [] and simulation.pods("coordinator") == []
     assert simulation.pods("preparation") == ["run-prepare-0"], "it was tried again"
 
-    # The file was corrected: the same run tries again.
+    # The file was corrected: the same run retries.
     edit(simulation, restartNonce="again")
     simulation.settle()
     start(simulation)
@@ -362,7 +362,7 @@ def test_an_edit_of_the_prepared_data_deletes_the_pod_and_is_reported(
     simulation.end_pod("run-prepare-0")
     simulation.reap()
     simulation.settle()
-    # The old pod's result belongs to the old file.
+    # The result of the old pod belongs to the old file.
     assert simulation.pods("preparation") == ["run-prepare-1"] and simulation.pods() == []
     assert simulation.status["restarts"]["total"] == 0
     start(simulation)
@@ -450,7 +450,7 @@ def test_failures_of_nodes_are_not_attributed_to_a_pending_preparation(
     simulation.end_pod("run-prepare-0")
     simulation.settle()
     start(simulation)
-    # Another release may compute another hash; and these nodes have failed before.
+    # Another release may compute another hash, and these nodes have failed before.
     notes = json.loads(simulation.status["memory"]["preparation"])
     status = {
         "memory": {"preparation": json.dumps({**notes, "prepared": "another"})},

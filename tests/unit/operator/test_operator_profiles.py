@@ -1,4 +1,4 @@
-"""The profile of a run: which one it has, that it keeps it, and what a wrong one does."""
+"""The profile of a run: which profile it has, when it keeps it, and the effect of an invalid one."""
 
 import asyncio
 import json
@@ -142,7 +142,7 @@ def test_granted_names_do_not_count_towards_the_size_of_the_profile(
     kept = {"defaults": find(0).defaults, "from": find(0).sources}
     room = LONGEST_NOTE - len(json.dumps(kept, separators=(",", ":")))
     assert find(room).problems == () and len(find(room + 1).problems) == 1
-    # The API server takes 8192 characters of a note.
+    # The API server accepts 8192 characters of a note.
     assert len(find(room).note) < 8192
 
 
@@ -287,7 +287,7 @@ def test_a_run_keeps_its_profile_and_a_restart_takes_the_new_one() -> None:
     assert container["resources"] == {"requests": {"cpu": "100m"}}
     assert simulation.status["profile"] == "default, ConfigMap ns/evergrad-profile"
 
-    # Another profile, and another operator: nothing is written, and a pod that is replaced is as it was.
+    # Another profile, and another operator: nothing is written, and a replaced pod is unchanged.
     put_profile(
         simulation, "defaults: {template: {tolerations: [{key: other, operator: Exists}]}}"
     )
@@ -355,7 +355,7 @@ def test_a_restart_with_an_invalid_profile_can_be_reverted() -> None:
     simulation.settle()
     assert tolerations(simulation, "run-1-1") == [GPU]
 
-    # With the profile corrected, the restart takes it.
+    # With the profile corrected, the restart uses it.
     put_profile(simulation, "defaults: {image: x/y:1}")
     simulation.store.change("trainingruns", *KEY, {"spec": {"restartNonce": "3"}})
     simulation.settle()
@@ -459,7 +459,7 @@ def test_no_container_of_a_run_requests_a_device_that_no_profile_allows(
     }[section]
     raw = make_run(**asked)
     run = SpecCache().parse(raw, resolve(raw, "", None))
-    # The recipe of this run evaluates while it trains, which is not what this is about.
+    # The recipe of this run evaluates while it trains, which is irrelevant for this test.
     found = [one for one in map(str, run.find_obstacles(has_begun=False)) if "rdma" in one]
     assert len(found) == 1
     assert "limits['rdma/hca']: is not allowed by the profile of the run" in found[0]
@@ -502,7 +502,7 @@ def test_each_version_of_a_namespace_profile_is_parsed_once_for_all_its_runs(
         assert (await kept.read("other", config_map("", 1))).raw == {} and len(parsed) == 3
 
     asyncio.run(read())
-    # The event loop does the work of all namespaces.
+    # The event loop serves all namespaces.
     assert threading.main_thread().name not in parsed
 
 

@@ -25,7 +25,7 @@ from evergrad_operator.edge.reconcile.coordinator_poller import (
 )
 
 KEY = ("ns", "run")
-"""Longest wait for anything; nothing here takes one on an idle machine."""
+"""Longest wait in seconds for any event. On an idle machine no event takes a second."""
 
 
 class Coordinator:
@@ -77,7 +77,7 @@ class Coordinator:
 def ask(
     coordinator: Coordinator, *, num_news: int = 1, **settings: Any
 ) -> tuple[Coordinators, list[bool]]:
-    """Return the state after a number of events, and all notifications."""
+    """Return the final state after a number of notifications, and all notifications."""
     news: list[bool] = []
 
     async def main() -> Coordinators:
@@ -238,7 +238,7 @@ def test_an_immediate_poll_keeps_the_last_status_if_the_response_is_invalid() ->
 
 
 def test_a_response_does_not_replace_the_response_of_a_later_request() -> None:
-    """A poll may be answered after a pass that began to ask later."""
+    """A poll may be answered after a pass that sent its request later."""
 
     async def main() -> None:
         known = Coordinators()
@@ -354,7 +354,10 @@ def test_silence_is_measured_from_the_first_failed_poll_and_reported_at_its_thre
         known._read_status = answer  # type: ignore[method-assign]
         await known._poll(KEY)
         assert known.silence(KEY) is None
-        is_well, began = False, now[0] + 250.0  # of many coordinators, each is asked seldom
+        is_well, began = (
+            False,
+            now[0] + 250.0,
+        )  # of many coordinators, each is polled rarely
         now[0] = began
         told.clear()
         while now[0] - began < 130.0:

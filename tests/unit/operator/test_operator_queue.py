@@ -12,11 +12,11 @@ from evergrad_operator.edge.cache.queue import Backoff, WorkQueue
 
 Work = Callable[[str], Awaitable[float | None]]
 ROUNDING = 1e-9
-"""Of times that are added to the loop's."""
+"""Rounding error of times that are added to the time of the loop."""
 
 
 def make_queue(**settings: Any) -> WorkQueue[Any]:
-    """A queue by the clock of the loop."""
+    """A queue that uses the clock of the loop."""
     return WorkQueue(clock=asyncio.get_running_loop().time, **settings)
 
 
@@ -56,7 +56,8 @@ def test_additions_during_failing_work_shorten_a_long_backoff_only_to_five_secon
 
         async def process(key: str) -> None:
             starts.append(asyncio.get_running_loop().time())
-            # The file is corrected while the first pass is about to fail. Later passes cause news themselves.
+            # The file is corrected while the first pass is about to fail. Later passes cause changes
+            # themselves.
             queue.add(key)
             await asyncio.sleep(1.0)
             raise OSError("the API server does not answer")
@@ -277,7 +278,7 @@ def test_a_week_of_passes_over_runs_with_a_deadline_leaves_one_entry_per_run() -
             left.update(keys)
             is_done.clear()
             for key in keys:
-                queue.add(key, after=2.0)  # a coordinator's news
+                queue.add(key, after=2.0)  # a change of a coordinator's status
             now[0] += 600.0
             await asyncio.wait_for(is_done.wait(), PATIENCE)
             most = max(most, len(queue._heap))

@@ -1,4 +1,4 @@
-"""A run in a queue: a model of Kueue admits, evicts and finishes its pods, and counts the quota they hold."""
+"""A run in a queue: a model of Kueue admits, evicts and finishes its pods, and counts their quota."""
 
 import copy
 import dataclasses
@@ -20,7 +20,7 @@ LABELS = {QUEUE: "gpus", "kueue.x-k8s.io/priority-class": "normal"}
 
 
 class Queued:
-    """One run of two nodes and a third above its minimum, the operator, Kueue, and kubelets."""
+    """One run of two nodes with a third above its minimum, the operator, Kueue, and kubelets."""
 
     def __init__(self, *, quota: int = 3, manages_all: bool = False, **spec: Any) -> None:
         self.simulation = Simulation()
@@ -29,17 +29,17 @@ class Queued:
         self.spec = {"nodes": {"min": 2, "max": 3}, **spec}
 
     def create(self) -> "Queued":
-        """The run, as a user applies it."""
+        """Apply the run as a user does."""
         self.simulation.create_run(**self.spec)
         self.label(self.labels)
         return self
 
     def label(self, labels: dict[str, str] | None) -> None:
-        """A user sets labels of the run."""
+        """Set labels of the run as a user does."""
         self.simulation.store.change("trainingruns", *KEY, {"metadata": {"labels": labels}})
 
     def go_on(self, rounds: int = 6, *, is_reaped: bool = True) -> "Queued":
-        """Everybody does his work, again and again; some seconds pass each time."""
+        """Let all components act repeatedly; some seconds pass each time."""
         for _ in range(rounds):
             self.simulation.settle()
             self.kueue.work()
@@ -52,19 +52,19 @@ class Queued:
         return self
 
     def train(self) -> "Queued":
-        """Until all nodes train."""
+        """Continue until all nodes train."""
         self.go_on().simulation.train()
         self.simulation.settle()
         return self
 
     def suspend(self, suspend: bool) -> None:
-        """A user suspends or resumes the run; its nodes have reported their last save."""
+        """Suspend or resume the run as a user does; its nodes have reported their last save."""
         none = {"min": 2, "max": 3, "ready": 0, "connected": 0}
         self.simulation.train(phase="Waiting", nodes=none)
         self.simulation.store.change("trainingruns", *KEY, {"spec": {"suspend": suspend}})
 
     def preempt(self, *, left: int) -> None:
-        """A workload with a higher priority takes the gang's place. ``left``: the rest of the quota."""
+        """Admit a workload of higher priority in place of the gang. ``left``: the remaining quota."""
         group = next(name for name in self.kueue.admitted if not name.startswith("pod-"))
         self.simulation.now += 100
         self.kueue.quota = left
@@ -72,7 +72,7 @@ class Queued:
         self.simulation.train(phase="Waiting", nodes={"min": 2, "max": 3, "ready": 0})
 
     def running(self) -> list[str]:
-        """Names of nodes' pods that run."""
+        """Return the names of running node pods."""
         return [
             name
             for name in self.simulation.pods()
@@ -253,7 +253,7 @@ def test_a_suspended_run_releases_its_quota_and_resumes_with_a_quota_for_one_gan
 def test_a_run_that_is_suspended_while_it_is_queued_reaches_suspended() -> None:
     world = Queued(quota=1).create().go_on(2)
     world.suspend(True)
-    # A young coordinator has time to give a first answer.
+    # A new coordinator has time for its first response.
     world.go_on(20)
     assert (world.status["phase"], world.simulation.pods()) == ("Suspended", [])
 
@@ -468,7 +468,7 @@ def test_a_coordinator_leaves_its_queue_only_after_the_status_records_that_it_is
     world = Queued(quota=0, manages_all=True).create()
     simulation = world.simulation
 
-    # An operator dies before it has written down which coordinator it has just made.
+    # An operator exits before it has recorded which coordinator it has just created.
     def die(write: Write) -> None:
         if (write.verb, write.name) == ("create", "run-coordinator-1"):
             raise Crash
@@ -483,7 +483,7 @@ def test_a_coordinator_leaves_its_queue_only_after_the_status_records_that_it_is
     assert "deletionTimestamp" not in world.pod("run-coordinator-1")["metadata"]
     world.go_on()
 
-    # One that it has written down has not ended, as far as the status shows.
+    # A recorded coordinator has not ended, according to the status.
     assert simulation.pods("coordinator") == ["run-coordinator-2"]
     world.label({**LABELS, QUEUE: "third"})
     simulation.reconcile()
@@ -539,7 +539,7 @@ def test_pods_that_kueue_has_put_into_the_default_queue_wait_there(
     status = world.status
     assert (status["reason"], world.condition("Stalled")) == ("Queued", "False")
     assert status["message"].endswith("to be admitted by the queue default")
-    # Pods that wait leave it for a queue that the run names.
+    # Waiting pods leave it for a queue that the run names.
     world.label(LABELS)
     world.kueue.quota = 4
     world.go_on(12)
@@ -549,7 +549,7 @@ def test_pods_that_kueue_has_put_into_the_default_queue_wait_there(
 
 
 def story(world: Queued) -> tuple[Any, ...]:
-    """The whole of it: queued, admitted, preempted, returned, suspended, resumed."""
+    """The whole cycle: queued, admitted, preempted, returned, suspended, resumed."""
     world.create().go_on(4).simulation.train()
     world.preempt(left=1)
     world.go_on(5)
@@ -656,7 +656,7 @@ def test_a_run_that_stays_below_its_minimum_releases_its_pods_and_retries_later(
         "False",
         {"total": 0},
     )
-    # They come again once the pause is over, and no earlier.
+    # They are created again after the pause, and not earlier.
     assert decision.requeue_after is not None
     world.age(decision.requeue_after - 1)
     world.settle()
@@ -664,7 +664,7 @@ def test_a_run_that_stays_below_its_minimum_releases_its_pods_and_retries_later(
     world.age(1)
     world.reconcile()
     assert world.live() == ["docs-lm-0-1", "docs-lm-1-1"]
-    # The next pause is longer; a group that forms ends that.
+    # The next pause is longer; a group that forms resets it.
     first = decision.requeue_after
     world.start("docs-lm-0-1")
     world.unschedulable("docs-lm-1-1", "0/2 nodes are available: 2 Insufficient cpu.")
@@ -702,7 +702,7 @@ def test_a_run_whose_quota_admits_too_few_pods_releases_them_and_retries_later()
     world.progress = simulated_run.make_progress(0, phase="Waiting", nodes={"ready": 0})
     text = "exceeded quota: team, requested: pods=1, used: pods=2, limited: pods=2"
     refusal = ApplyFailure("Pod", "docs-lm-1-1", 403, "Forbidden", text)
-    # The refusal is known from the second pass on; each pass tries again.
+    # The refusal is known from the second pass on; each pass retries.
     for _ in range(3):
         decision = world.reconcile(refuse=refusal)
     assert decision.reason == "QuotaExceeded" and world.live() == ["docs-lm-0-0"]
@@ -787,7 +787,7 @@ def test_a_lower_minimum_ends_a_pause_and_a_higher_one_does_not() -> None:
 
 
 TWO = {"max": 4, "ready": 2, "connected": 2}
-"""Two nodes of four, as a coordinator counts them."""
+"""Two of four nodes, as a coordinator counts them."""
 
 
 def raise_minimum(*, step: int | None = None, phase: str = "Running") -> Any:
@@ -838,7 +838,7 @@ def test_a_group_with_a_replaced_coordinator_has_the_full_time_to_find_hosts() -
     world.reconcile()
     assert "givenBack" not in world.status["memory"] and len(world.live()) == 4
 
-    # The nodes have not come back to it at its first answer.
+    # The nodes have not reconnected at its first response.
     world.progress = simulated_run.make_progress(
         1, phase="Waiting", nodes={"min": 3, "max": 4, "ready": 0}
     )
@@ -872,7 +872,7 @@ def test_a_pause_ends_if_its_pods_exist_and_form_a_group() -> None:
     world.age(PATIENCE_SECONDS)
     world.reconcile()
     assert "givenBack" in world.status["memory"] and len(world.live()) == 2
-    # The last host has come, and ``nodes.min`` was raised, before any pod is deleted.
+    # The last host has become available, and ``nodes.min`` was raised, before any pod is deleted.
     world.start("docs-lm-1-0")
     world.set_spec(nodes={"min": 3, "max": 3})
     nodes = {"min": 3, "max": 3, "ready": 2, "connected": 2}
@@ -880,7 +880,7 @@ def test_a_pause_ends_if_its_pods_exist_and_form_a_group() -> None:
     world.settle()
     assert {"docs-lm-0-0", "docs-lm-1-0"} < set(world.live())
     assert "givenBack" not in world.status["memory"]
-    # The end of a pod that stays counts as any other.
+    # The end of a pod that stays counts like any other.
     world.end("docs-lm-1-0", 1)
     world.settle()
     assert world.status["restarts"]["total"] == 1

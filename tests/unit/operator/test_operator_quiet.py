@@ -34,7 +34,7 @@ def begin(simulation: Simulation) -> None:
 
 
 def stay_quiet(simulation: Simulation) -> None:
-    """Nothing happens for three minutes."""
+    """Check that nothing happens for three minutes."""
     before = len(simulation.store.changes)
     for _ in range(18):
         simulation.now += QUIET_SECONDS / 18
@@ -78,7 +78,7 @@ def test_a_retried_status_write_without_changes_is_followed_by_three_minutes_wit
 
     async def apply_twice(body: Any, **options: Any) -> Any:
         if options.get("subresource") == "status":
-            await original(body, **options)  # its answer is lost
+            await original(body, **options)  # its response is lost
             simulation.deliver()
             tries.append("lost")
         return await original(body, **options)

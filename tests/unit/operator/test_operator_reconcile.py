@@ -146,7 +146,7 @@ def test_leftovers_of_an_older_run_of_the_same_name_are_waited_for(
     simulation.reconcile()
     del simulation.store.objects[
         "trainingruns", *KEY
-    ]  # the garbage collector has yet to come
+    ]  # the garbage collector has not acted yet
     simulation.create_run()
     simulation.start_operator()
     simulation.reconcile()
@@ -246,7 +246,7 @@ async def no_answer(key: Any) -> None:
 def slow_down(
     simulation: Simulation, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    """Let the API server take ``seconds`` for the creation of a pod."""
+    """Let the API server need ``seconds`` for the creation of a pod."""
     create = simulation.cluster.create
 
     async def create_slowly(body: Any, **options: Any) -> Any:
@@ -399,8 +399,8 @@ def test_pods_have_their_grace_period_although_the_clock_of_the_operator_is_ahea
         simulation.now += 10
     assert simulation.status["phase"] == "Suspending" and simulation.pods("coordinator")
 
-    # Beyond its grace a pod is on a host that does not answer, also to an operator that has just started
-    # where its clock is right.
+    # After its grace period a pod is on a host that does not respond. This also holds for an operator that
+    # has just started, if its clock is right.
     simulation.now += 11
     simulation.settle()
     assert simulation.store.get("pods", "ns", "run-coordinator-0")["metadata"].get(
@@ -519,7 +519,7 @@ def test_a_run_whose_end_was_written_is_reconciled_again_a_second_later(
     for name in simulation.pods():
         simulation.end_pod(name, exit_code)
     coordinators = simulation.pods("coordinator")
-    # Nothing else is certain to cause a pass: the write of the status may fail.
+    # Nothing else is certain to cause a pass, because the write of the status may fail.
     assert simulation.reconcile() == 1.0
     assert simulation.pods("coordinator") == coordinators
 
@@ -569,7 +569,7 @@ def outcome(simulation: Simulation) -> Any:
 
 
 def tell(story: Story, simulation: Simulation) -> None:
-    """Tell the story; each time the operator is killed another one is started."""
+    """Run the events; each time the operator is killed, another one is started."""
     original = simulation.settle
 
     def settle(key: Any = KEY, *, most: int = 20) -> Any:
@@ -627,7 +627,7 @@ def test_a_write_that_fails_once_at_any_point_reaches_the_same_end(
 
         def fail(write: Write, number: int = number, seen: list[int] = seen) -> None:
             if write.verb == "delete" and status == 409:
-                return  # a delete reports a different object in this way
+                return  # this is how a delete reports a different object
             seen[0] += write.plural != "events"
             if seen[0] == number and write.plural != "events":
                 seen[0] += 1
@@ -814,7 +814,7 @@ def test_a_run_with_the_name_of_a_deleted_run_inherits_no_refusals_or_progress(
     assert simulation.status["progress"]["step"] == 7
     simulation.store.before = lambda write: None
 
-    # Nothing is reconciled between the two, and no time passes that a refused step waits for.
+    # No pass runs between the two, and no time passes that a refused step waits for.
     simulation.store.remove("trainingruns", *KEY)
     simulation.create_run()
     for _ in range(4):
@@ -1020,7 +1020,7 @@ def test_the_oldest_records_of_deleted_runs_are_dropped_from_a_full_shared_volum
         "annotations"
     ]
     newest = {f"run.evergrad.dev/gone-{number}" for number in range(50, 150)}
-    # They were not complete: their checkpoints may still exist, and evergrad prune needs to know this.
+    # They were not complete: their checkpoints may still exist, and evergrad prune needs this information.
     count = "evergrad.dev/dropped-unfinished-runs"
     runs = {"run.evergrad.dev/old", "run.evergrad.dev/run"}
     assert set(kept) == {"theirs", *runs, *newest, count}
@@ -1051,8 +1051,8 @@ def test_a_claim_that_a_user_created_under_the_name_of_the_run_is_used_unchanged
 
 
 def inject(simulation: Simulation, name: str, ours: dict[str, Any]) -> None:
-    """A pod with a mesh's container, which the kubelet lists before ours, and which continues to run after
-    ours has ended."""
+    """A pod with a mesh container, which the kubelet lists before ours and which continues to run after ours
+    has ended."""
     raw = simulation.store.get("pods", "ns", name)
     sidecar = {
         "name": "istio-proxy",

@@ -104,7 +104,7 @@ def test_an_event_whose_creation_got_no_response_is_counted_further() -> None:
     cluster = FakeCluster(store)
 
     class Unanswered:
-        """The first creation is done without an answer, so that the next try finds the name taken."""
+        """The first creation succeeds without a response, so the next attempt finds the name in use."""
 
         async def create(self, body: Any) -> Any:
             await cluster.create(body)

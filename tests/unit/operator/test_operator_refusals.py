@@ -42,7 +42,7 @@ def refuse(
     plural: str = "pods",
     name: str = "",
 ) -> list[str]:
-    """From now on; the names that were tried."""
+    """Refuse from now on. Returns the attempted names."""
     tried: list[str] = []
 
     def before(write: Write) -> None:
@@ -351,7 +351,7 @@ def test_a_run_at_its_quota_reads_nothing_in_passes_for_progress_alone(
     simulation.start_pods()
     simulation.now += 60
     simulation.train(1)
-    while len(tried) < 8:  # then it is tried once a minute
+    while len(tried) < 8:  # then it is retried once a minute
         simulation.now += 1.0
         simulation.reconcile()
     assert count_reads(simulation, passes=5) == []
@@ -361,7 +361,7 @@ def test_a_run_at_its_quota_reads_nothing_in_passes_for_progress_alone(
     simulation.reconcile()
     assert (
         len(tried) == before + 1
-    )  # a minute later it is tried again, after a look at what there is
+    )  # a minute later it is retried, after the existing pods are listed
     assert ("list", "pods") in simulation.cluster.reads
 
 
@@ -425,7 +425,7 @@ def test_a_failed_pod_list_for_a_silent_coordinator_is_retried_and_then_no_longe
     simulation.reconcile()
     assert [name for _, name, _ in simulation.refused()] == ["run"]
     simulation.cluster.list_all = list_all  # type: ignore[method-assign]
-    simulation.coordinators.silent_since.clear()  # the whole network was away, and is back
+    simulation.coordinators.silent_since.clear()  # the whole network was down, and is up again
     simulation.now += 60
     simulation.train(5)
     delay = simulation.reconcile()
@@ -457,7 +457,7 @@ def test_a_refused_read_of_a_claim_that_is_no_longer_referenced_is_forgotten() -
     simulation.cluster.get = refuse_old  # type: ignore[method-assign]
     simulation.reconcile()
     assert simulation.refused() == [("get", "old", "Forbidden")]
-    # Asked for again and again, it keeps its pause.
+    # After repeated requests, it keeps its pause.
     simulation.reconcile()
     assert simulation.refused() == [("get", "old", "Forbidden")]
 

@@ -22,7 +22,8 @@ REFUSAL = "spec.ttlDeletes: Run is not allowed in this installation"
 
 
 def completed(*, ttl: int | None = 600, config: Any = ALLOWED, **spec: Any) -> Simulation:
-    """A complete run whose pods have ended, and nothing is left to do before its time to live is over."""
+    """A complete run whose pods have ended, and for which nothing is left to do before its time to live is
+    over."""
     times = {} if ttl is None else {"ttlSecondsAfterFinished": ttl}
     run = make_run(**times, **{"ttlDeletes": "Run", **spec})
     run["metadata"]["resourceVersion"] = "17"
@@ -152,7 +153,8 @@ def test_a_run_is_deleted_only_after_its_claim_has_the_requested_owner() -> None
     assert world.is_deleted
 
 
-# ---- where it is not allowed -------------------------------------------------------------------------------
+# ---- if it is not allowed
+# -----------------------------------------------------------------------------------
 
 
 def test_if_run_deletion_is_disabled_the_webhook_refuses_it_and_names_the_chart_value() -> (
@@ -196,7 +198,8 @@ def test_a_run_that_may_no_longer_be_deleted_reports_it_and_only_its_children_ar
     assert REFUSAL in world.status["message"]
 
 
-# ---- over a fake API server --------------------------------------------------------------------------------
+# ---- with a fake API server
+# ---------------------------------------------------------------------------------
 
 
 def over(**spec: Any) -> fake.Simulation:

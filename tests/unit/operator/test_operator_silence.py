@@ -1,4 +1,5 @@
-"""A coordinator that does not answer: looked for after fifteen seconds, called unreachable after a minute."""
+"""A coordinator that does not respond: its pods are listed after fifteen seconds, and it is reported as
+unreachable after a minute."""
 
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_a_coordinator_that_is_silent_for_a_minute_is_a_condition_until_it_respo
     )
     assert "did not answer GET /status" in condition(simulation)["message"]
     assert "network policies" in condition(simulation)["message"]
-    assert simulation.status["phase"] == "Running"  # what was known still holds
+    assert simulation.status["phase"] == "Running"  # the previous knowledge still applies
     before = len(simulation.store.writes)
     simulation.now += 30
     simulation.reconcile()

@@ -1,4 +1,4 @@
-"""How the operator reads a run: the manifest's own models, and the fields that Kubernetes adds."""
+"""How the operator reads a run: the manifest models, and the fields that Kubernetes adds."""
 
 import dataclasses
 from pathlib import Path
@@ -19,7 +19,7 @@ TRAINING: dict[str, Any] = FILE["spec"]["training"]
 
 
 def stored(spec: dict[str, Any] | None = None, **metadata: Any) -> dict[str, Any]:
-    """The file as the API server has it. ``spec`` replaces parts of its spec."""
+    """The file as the API server stores it. ``spec`` replaces parts of its spec."""
     added = {
         "namespace": "team",
         "uid": "u",
@@ -176,7 +176,7 @@ def test_a_run_with_quoted_numbers_of_an_earlier_version_continues() -> None:
         "spec.nodes.max",
         "spec.workersPerNode",
     ]
-    # Its nodes, which may be of this version, read plain numbers.
+    # Its nodes, which may have this version, read plain numbers.
     assert run.raw["spec"]["nodes"] == {"min": 2, "max": 3}
     new = parse_run(stored({"nodes": {"min": 2, "max": 3}, "workersPerNode": 2}))
     assert run.parsed == dataclasses.replace(new.parsed, outdated=run.parsed.outdated)

@@ -1,4 +1,4 @@
-"""The status on the wire: conditions, sizes, when it is written, which events a change makes."""
+"""The status on the wire: conditions, sizes, when it is written, and the events of a change."""
 
 import json
 import random
@@ -472,7 +472,7 @@ def test_a_restarted_operator_uses_the_time_in_the_status() -> None:
 
 
 def test_the_status_is_written_at_a_bounded_rate_while_a_run_trains() -> None:
-    """``kubectl get trun -w``: one line in 10 s at most."""
+    """``kubectl get trun -w`` shows at most one line in 10 s."""
     world = Simulation().run(10)
     world.reconcile()
     stored, written_at, writes = world.status, START, 0
@@ -539,7 +539,8 @@ def test_many_simultaneous_ends_are_one_event() -> None:
     ]
 
 
-# ---- what is packed ----------------------------------------------------------------------------------------
+# ---- packed values
+# ------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(-1, 10_000), max_size=300))

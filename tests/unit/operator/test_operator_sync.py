@@ -1,4 +1,4 @@
-"""Lists of everything: page by page, so that no whole list is ever held."""
+"""Full lists: page by page, so that no whole list is ever held."""
 
 import asyncio
 import weakref
@@ -25,7 +25,7 @@ class Page(list[Any]):
 
 
 class Pages:
-    """Pods in pages of two, of which each must be gone before the next is read."""
+    """Pods in pages of two, each of which must be freed before the next is read."""
 
     def __init__(self) -> None:
         self.num_pages = 0

@@ -1,4 +1,4 @@
-"""The runs that Argo CD's scripts are tested with are what the operator writes."""
+"""The runs for the tests of Argo CD's scripts are written by the operator."""
 
 from run_samples import ARGO, render_test_data
 

@@ -1,4 +1,4 @@
-"""Tokens of runs: the installation's key, the Secrets, and who is shown which token."""
+"""Tokens of runs: the installation key, the Secrets, and which object shows which token."""
 
 import asyncio
 import base64
@@ -38,7 +38,7 @@ def token_of(world: Simulation, name: str = "run") -> str:
 
 
 def mounted(pod: dict[str, Any]) -> str:
-    """The Secret that a pod's only container is pointed at by --token-file."""
+    """Return the Secret that --token-file of a pod's only container refers to."""
     (container,) = pod["spec"]["containers"]
     path = container["args"][container["args"].index("--token-file") + 1]
     mount = next(
@@ -49,7 +49,8 @@ def mounted(pod: dict[str, Any]) -> str:
     return str(volume["secret"]["secretName"])
 
 
-# ---- the installation's key --------------------------------------------------------------------------------
+# ---- the installation key
+# -----------------------------------------------------------------------------------
 
 
 def test_the_first_operator_creates_the_key_and_all_others_read_it() -> None:
@@ -66,7 +67,7 @@ def test_operators_that_start_together_agree_on_one_key() -> None:
     store = Store()
 
     class Slow(FakeCluster):
-        """All look before any writes."""
+        """All read before any writes."""
 
         async def get(self, *place: Any) -> Any:
             found = await super().get(*place)

@@ -1,4 +1,4 @@
-"""How the time of a run's pods was used: each millisecond counts once, for any course of events."""
+"""How the time of a run's pods was used: each millisecond counts once, for any sequence of events."""
 
 import json
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ SECOND = 1000
 
 @dataclass(frozen=True)
 class Known:
-    """A pod as it really was, and how late its end is seen."""
+    """A pod with its real times, and the delay until its end is observed."""
 
     life: PodLife
     seen_after: int
@@ -55,7 +55,7 @@ def pods(draw: st.DrawFn) -> Known:
 
 
 def look(known: list[Known], now: int) -> list[PodLife]:
-    """The pods as a pass sees them."""
+    """The pods as a pass observes them."""
     lives = [one.life for one in known if one.life.created <= now]
     after = {one.life.name: one.seen_after for one in known}
     return [
@@ -88,7 +88,7 @@ def test_the_accounted_times_sum_to_the_lifetimes_of_the_pods(
         if index < len(growth):
             use, more = growth[index]
             counters[use] = counters.get(use, 0) + more
-        # Now and then another coordinator counts from 0.
+        # Occasionally another coordinator counts from 0.
         if index % 7 == 6:
             attempt, counters = attempt + 1, {}
         reading = Reading(attempt, dict(counters)) if index % 3 else None
@@ -149,7 +149,7 @@ def test_time_after_an_end_that_is_observed_late_is_subtracted() -> None:
     usage = count(
         usage, [ended, other], now=11_000, reading=Reading(0, {"training": 21_000})
     )
-    # Nothing goes back: the time of the other pod makes up for it first.
+    # No total decreases: the time of the other pod compensates first.
     assert usage.pods == {"training": 20_000} and usage.pending == (-2_000, 0)
     usage = count(
         usage, [ended, other], now=15_000, reading=Reading(0, {"training": 25_000})
