@@ -1,7 +1,4 @@
-"""The bed comes and goes without a trace, however it ends.
-
-Shown on a bed of its own: another may be up beside it.
-"""
+"""A bed leaves no traces, however it ends. Uses its own bed, because another may be up."""
 
 import json
 import os
@@ -32,7 +29,7 @@ ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",
 }
 
-# `up`, which says when it has come to a function of the bed, and stands still there until a signal ends it.
+# An `up` that reports when it reaches a function of the bed, and pauses there until a signal ends it.
 HELD_UP = """
 import signal, sys
 from importlib import import_module
@@ -50,7 +47,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 setattr(import_module(module), name, stand_still)
 sys.exit(main())
 """
-# The place where nothing runs yet, those where some of it does, and the last before the bed counts as
+# The place before any process runs, places with some processes, and the last before the bed counts as
 # complete.
 PLACES = (
     "bed.pki:write",
@@ -84,7 +81,7 @@ def start(*words: str) -> "subprocess.Popen[str]":
 
 
 def start_held_up(place: str) -> "subprocess.Popen[str]":
-    """An `up` that stands still at a place; returns when it does."""
+    """Start an `up` that pauses at a place; returns when it pauses."""
     process = _start("-c", HELD_UP, place, "up")
     assert process.stdout is not None
     said = []
@@ -122,7 +119,8 @@ def look() -> Found:
 
 
 def added(before: Found) -> Found:
-    """What there is now and was not before; kinds with nothing left out. A sysctl is there with its value."""
+    """Return what exists now and did not exist before, without empty kinds. A sysctl is included with its
+    value."""
     now = look()
     return {name: now[name] - before[name] for name in now if now[name] - before[name]}
 

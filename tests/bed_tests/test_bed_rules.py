@@ -138,7 +138,7 @@ def test_a_kubeconfig_that_names_files_is_read_relative_to_itself(tmp_path: Path
     (tmp_path / "kubeconfig").write_text(json.dumps(content))
     assert not Api(tmp_path / "kubeconfig").is_there(
         "/version"
-    )  # nobody listens there; that it was read is what counts
+    )  # no server listens there; only the read matters
 
 
 def test_address_families_of_a_bed_are_used_in_the_given_order() -> None:

@@ -1,6 +1,6 @@
-"""What is wrong with a file is told at once: by ``kubectl apply`` as by ``evergrad validate``.
+"""Errors in a file are reported immediately, by ``kubectl apply`` and by ``evergrad validate``.
 
-Without the webhook the status says it before the first pod.
+Without the webhook, the status reports them before the first pod.
 """
 
 import json
@@ -35,7 +35,7 @@ HELD_BY_THE_CRD = {
 """Those that an API server refuses without the webhook, by a type, a bound or a rule of the CRD. It stores all
 others."""
 UNREADABLE = {"wrong-types"}
-"""Objects where the CRD has lists: no API server can decode them, so that nothing ever asks the webhook."""
+"""Objects where the CRD has lists: the API server cannot decode them, so it never calls the webhook."""
 BAD: dict[str, dict[str, Any]] = {
     "warmup-of-150-percent": {"training": {"schedule": {"warmup": "150%"}}},
     "warmup-beyond-the-end": {"training": {"schedule": {"warmup": 50}}},
@@ -71,7 +71,7 @@ def bad_files(folder: Path) -> dict[str, Path]:
 
 
 def validate(file: Path) -> list[str]:
-    """What ``evergrad validate`` prints of each problem, but for the line of the file."""
+    """Return the output of ``evergrad validate`` for each problem, without the line of the file."""
     done = subprocess.run(
         [sys.executable, "-m", "evergrad_cli", "validate", str(file)],
         capture_output=True,
@@ -129,7 +129,7 @@ def test_apply_prints_what_validate_prints(
 
 
 def apply_dry(operator: Any, runs: Runs, folder: Path) -> str:
-    """kubectl's answer to a dry run of a wrong file, told in a word."""
+    """Return kubectl's answer to a dry run of an invalid file, as one word."""
     file = write(folder, "first", {"nodes": {"min": 3, "max": 2}})
     done = runs.kubectl("apply", "--dry-run=server", "-f", str(file), check=False)
     return "denied" if "is invalid" in done else done
@@ -146,7 +146,7 @@ def test_without_the_webhook_problems_are_reported_before_the_first_pod_and_can_
             if done.returncode == 0:
                 stored[name] = validate(file)
             else:
-                # A type or bound that the API server itself holds, in its own words: nothing is stored.
+                # The API server itself checks a type or bound, with its own message: nothing is stored.
                 assert f'The TrainingRun "{name}" is invalid: ' in done.stderr, done.stderr
     assert set(stored) == bad_files(tmp_path).keys() - HELD_BY_THE_CRD
     for name, expected in stored.items():

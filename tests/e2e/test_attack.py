@@ -57,7 +57,7 @@ def find_targets(run: Run) -> list[tuple[str, int]]:
 def attack(
     runs: Runs, namespace: str, labels: Mapping[str, str], targets: list[tuple[str, int]]
 ) -> list[dict[str, Any]]:
-    """What a pod of this namespace with these labels was answered."""
+    """Return the response to a pod of this namespace with these labels."""
     for kind in ("configmap", "pod"):
         runs.kubectl(
             "--namespace",
@@ -94,7 +94,7 @@ def attack(
 def build_pod(
     image: str, arguments: list[str], labels: Mapping[str, str]
 ) -> dict[str, Any]:
-    """A pod of somebody who may make pods, and knows the name of a run."""
+    """A pod of a user who may create pods, and knows the name of a run."""
     security = {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
@@ -140,7 +140,7 @@ def is_closed_door(port: int, answer: str, secrets: list[str]) -> bool:
     if any(secret in answer for secret in secrets):
         return False
     if port == STATUS_PORT:
-        # The page itself is the same for every run; only its events say something of one.
+        # The page itself is the same for every run; only its events contain data of a run.
         is_page = answer.startswith("HTTP/1.1 200 ") and answer.endswith(f"\r\n\r\n{PAGE}")
         return not answer or is_page or bool(re.match(r"HTTP/1\.1 (400|401) ", answer))
     kinds = (
@@ -152,7 +152,7 @@ def is_closed_door(port: int, answer: str, secrets: list[str]) -> bool:
 
 
 def stand(run: Run) -> dict[str, Any]:
-    """What an attack could have changed."""
+    """Return everything that an attack could have changed."""
     status = run.status()
     pods = [*run.pods(), *run.pods(role="coordinator")]
     return {
@@ -177,7 +177,7 @@ def test_other_pods_get_nothing_from_any_port_of_a_run_which_trains_to_its_end(
     addresses = [pod["status"]["podIP"] for pod in run.live_pods().values()]
     secrets = [token_of(run), run.get()["metadata"]["uid"], *addresses]
 
-    # Also one that bears the run's label, by which its NetworkPolicy lets the run's own pods in.
+    # Even a pod with the run's label, for which the NetworkPolicy lets the run's own pods in.
     for namespace, labels in (
         (elsewhere, {}),
         (runs.namespace, {}),
@@ -197,7 +197,7 @@ def test_other_pods_get_nothing_from_any_port_of_a_run_which_trains_to_its_end(
     refused = [one for one in tries if one["port"] == JOIN_PORT and one["answer"]]
     assert refused, "the port for nodes was reached"
 
-    # The run does not know that anybody was there.
+    # The run is not affected by the attempts.
     step = step_of(run)
     wait_for(lambda: step_of(run) > step, "steps after the attack")
     assert stand(run) == before

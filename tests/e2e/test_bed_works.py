@@ -1,5 +1,5 @@
-"""The bed is a cluster as others are: volumes shared between nodes, names, devices; and its faults are what
-they say."""
+"""The bed behaves like other clusters: volumes shared between nodes, names and devices; and its faults
+work."""
 
 import time
 import uuid
@@ -38,7 +38,7 @@ time.sleep(3600)
 
 
 def wait_for(look: Callable[[], Any], seconds: float = PATIENCE) -> Any:
-    """What `look` returns once it is true."""
+    """Return the result of `look` as soon as it is true."""
     deadline = time.monotonic() + seconds
     while not (found := look()):
         assert time.monotonic() < deadline, "not so after a long while"
@@ -47,7 +47,7 @@ def wait_for(look: Callable[[], Any], seconds: float = PATIENCE) -> Any:
 
 
 class Room:
-    """A namespace of its own and what the tests do in it."""
+    """A namespace and the tests' operations in it."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.api = cluster.api

@@ -1,6 +1,6 @@
-"""The Helm chart on a cluster: installed, tested, upgraded, uninstalled.
+"""The Helm chart on a cluster: installed, tested, upgraded and uninstalled.
 
-What it renders: tests/unit/repository/test_chart.py.
+For its rendering, see tests/unit/repository/test_chart.py.
 """
 
 import json
@@ -21,12 +21,12 @@ from patience import PATIENCE
 pytestmark = pytest.mark.timeout(3600)
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts/evergrad"
-# Another group's name, so that the CRD under test is not the one that everybody else uses.
+# Another API group, so that the CRD under test is not the CRD of the other tests.
 GROUP = "charttest.dev"
 
 
 def helm(cluster: Any, namespace: str, *arguments: str, check: bool = True) -> str:
-    """Run helm in a namespace; what it prints."""
+    """Run helm in a namespace, and return its output."""
     command = [
         str(cluster.helm),
         "--kubeconfig",
@@ -47,7 +47,7 @@ def helm(cluster: Any, namespace: str, *arguments: str, check: bool = True) -> s
 def kubectl(
     cluster: Any, *arguments: str, text: str | None = None, check: bool = True
 ) -> str:
-    """Run kubectl; what it prints."""
+    """Run kubectl, and return its output."""
     command = [str(cluster.kubectl), "--kubeconfig", str(cluster.kubeconfig), *arguments]
     done = subprocess.run(
         command, input=text, capture_output=True, text=True, timeout=PATIENCE, check=False
@@ -72,7 +72,7 @@ def namespace(cluster: Any) -> Iterator[str]:
 
 @pytest.fixture
 def other_chart(cluster: Any, tmp_path: Path) -> Iterator[Path]:
-    """The chart with its CRD in a group of its own; that CRD is deleted afterwards."""
+    """The chart with its CRD in another API group; the CRD is deleted afterwards."""
     chart = tmp_path / "evergrad"
     shutil.copytree(CHART, chart)
     for file in (
@@ -102,7 +102,7 @@ def images_of(operator: Any) -> list[str]:
 
 
 def _wait_for_refusal(apply: Callable[[], str]) -> None:
-    """A new policy takes a moment to be in force."""
+    """A new policy takes some time to be active."""
     deadline = time.monotonic() + PATIENCE
     while "denied" not in (said := apply()):
         assert time.monotonic() < deadline, said
@@ -482,13 +482,13 @@ def test_the_operator_account_can_create_only_objects_of_runs(
         for kind in ("ConfigMap", "Secret"):
             assert "created" in create(_object(kind), account), kind
 
-        # Its own key and certificate, and no other Secret beside them.
+        # Its own key and certificate, and no other Secret.
         for name in ("walls-evergrad-key", "walls-evergrad-webhook"):
             own = _object("Secret", owner=None)
             own["metadata"]["name"] = name
             assert "created" in create(own, account), name
 
-        # What Pod Security allows, and the policy does not.
+        # Pod Security allows this, but the policy does not.
         assert "service account's token" in create(_pod(has_token=True), account)
         # The API server refuses accounts that do not exist before it asks the policy.
         for name in ("fetcher", "another"):
@@ -517,8 +517,8 @@ def _check_walls_of_claims(
 ) -> None:
     """Whose claims the operator's account can have deleted: the garbage collector does it by metadata alone."""
     ours = {"evergrad.dev/run": "made", "app.kubernetes.io/managed-by": "evergrad"}
-    # A run that is there, and that no operator makes anything for: the garbage collector would delete the claim
-    # of one that is not.
+    # A run that exists, but for which no operator creates anything: the garbage collector would delete the
+    # claim of a missing run.
     run = make_manifest("made", steps=1, changes={"managedBy": "example.com/another"})
     create = ["create", "--namespace", namespace, "--filename", "-"]
     created = kubectl(cluster, *create, "--output=json", text=json.dumps(run))
@@ -534,7 +534,7 @@ def _check_walls_of_claims(
             "metadata": {"name": name, "labels": labels, "annotations": annotations},
             "spec": spec,
         }
-        # Created by the operator where it would, and by the user otherwise.
+        # Created by the operator if it would do so, and otherwise by the user.
         who = [account] if labels else []
         create = [*who, "create", "--namespace", namespace, "--filename", "-"]
         assert "created" in kubectl(cluster, *create, text=json.dumps(body))
@@ -565,7 +565,7 @@ def _check_walls_of_claims(
     config = {"apiVersion": "v1", "kind": "ConfigMap", "name": "made", "uid": made_for}
     assert said in patch("made", {"ownerReferences": [config]})
 
-    # What the operator does by storage.whenDeleted, there and back; a user may do what a user may.
+    # The operator's change for storage.whenDeleted, and back; the user's rights do not change.
     assert "patched" in patch("made", owner("made", made_for), is_dry=False)
     assert "patched" in patch("made", {"labels": {"cost-center": "4711"}})
     assert "patched" in patch("made", {"ownerReferences": None}, is_dry=False)

@@ -203,7 +203,7 @@ def test_the_page_of_a_run_is_opened_through_a_forwarded_port(runs: Runs, cli: C
     with open_page(cli, "shown") as page:
         with urllib.request.urlopen(page.address, timeout=PATIENCE) as answer:
             assert answer.read().startswith(b"<!doctype html>")
-        # Without the token there is nothing to see, and with it the newest state comes by itself.
+        # Without the token nothing is shown; with it, the newest state arrives without a request.
         with pytest.raises(urllib.error.HTTPError, match="401") as refused:
             urllib.request.urlopen(f"{page.address}live", timeout=PATIENCE)
         refused.value.close()
@@ -255,7 +255,7 @@ def test_prune_deletes_leftovers_of_complete_runs_and_keeps_the_only_checkpoints
             for key in ("leftovers", "kept")
         }
 
-    # Without --yes nothing goes, and the volume of the run that exists is nobody's leftover.
+    # Without --yes nothing is deleted, and the volume of an existing run is not a leftover.
     listed = prune()
     (gone,) = listed["leftovers"]
     assert gone.endswith("/whole") and "was complete" in listed["leftovers"][gone]

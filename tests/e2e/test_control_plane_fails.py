@@ -116,7 +116,7 @@ def test_the_operator_survives_two_outages_of_a_minute(
         time.sleep(60)  # the outage itself
         faults.start_apiserver()
 
-        # The operator leads again: what is asked for now is made, and trains.
+        # The operator is the leader again: newly requested objects are created, and train.
         late = runs.start(f"late-{number}", steps=ENDLESS)
         late.wait_for_pods(0, 1)
         late.wait_for_world(2)

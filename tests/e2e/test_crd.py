@@ -1,8 +1,8 @@
-"""The CRD on an API server alone: structure, types and bounds are held there, what is right is taken, what is
-fixed stays.
+"""The CRD on an API server without an operator: structure, types and bounds are enforced, valid objects are
+accepted, and immutable fields stay.
 
-The same schema stands under another group, so that no operator of the cluster acts on what these tests
-create.
+The same schema is installed in another API group, so that no operator of the cluster handles the objects of
+these tests.
 """
 
 import copy
@@ -64,7 +64,7 @@ class Server:
     namespace: str
 
     def kubectl(self, *words: str) -> str:
-        """What kubectl prints."""
+        """Return kubectl's output."""
         program = shutil.which("kubectl") or str(toolbox.binary("kubectl"))
         command = [
             program,
@@ -79,7 +79,7 @@ class Server:
         ).stdout
 
     def explain(self, field: str, *words: str) -> str:
-        """What ``kubectl explain`` prints, on one line for a single field."""
+        """Return the output of ``kubectl explain``, on one line for a single field."""
         text = self.kubectl("explain", f"{NAME}.{field}".rstrip("."), *words)
         return text if words else " ".join(text.split())
 
@@ -166,7 +166,7 @@ def as_kubectl_sends(value: Any) -> Any:
 
 
 def is_named(path: str, refusal: str) -> bool:
-    """Whether the message names the field, or the one it stands in."""
+    """Return whether the message names the field or the field that contains it."""
     parts = re.findall(r"\['[^']+'\]|\[[0-9]+\]|[^.\[\]]+", path)
     spelled = [_joined(parts), _joined(parts[:-1])]
     return any(
@@ -194,7 +194,8 @@ DECODING = {
     "a version that does not exist": 'version "v1"',
     "a number for a text": "ObjectMeta.name",
 }
-"""Mistakes that the server meets while it decodes the object, before any schema; it names them in words of its own."""
+"""Mistakes that the server finds when it decodes the object, before any schema; it has its own messages for
+them."""
 
 
 @pytest.mark.parametrize("case", TABLE, ids=[case["name"] for case in TABLE])
@@ -321,8 +322,8 @@ def test_the_examples_are_accepted_unchanged(path: Path, server: Server) -> None
 
 def test_applying_the_same_file_again_changes_nothing(server: Server) -> None:
     run = changed({"metadata.name": "again"})
-    # The first apply stores no status. The second one finds its default and stores that, once, where no
-    # operator has written one meanwhile.
+    # The first apply stores no status. The second adds the default and stores it once, unless an operator has
+    # written a status meanwhile.
     server.apply(run)
     first, second = server.apply(run), server.apply(run)
     assert second["metadata"]["resourceVersion"] == first["metadata"]["resourceVersion"]
@@ -348,7 +349,7 @@ def test_the_server_accepts_everything_that_the_loader_accepts(
         if (refusal := server.refusal(as_kubectl_sends(raw))) is not None:
             apart[seed] = refusal
     assert MUTANTS / 2 < refused < MUTANTS
-    # A null in a map of texts: a handful of thousands, see docs/reference/trainingrun.md for what is known.
+    # A null in a map of texts: some of thousands, see docs/reference/trainingrun.md for known cases.
     assert len(apart) <= MUTANTS / 100, apart
 
 
@@ -510,7 +511,7 @@ def _until(holds: Callable[[], bool]) -> None:
 def test_a_server_that_budgets_for_the_longest_texts_accepts_the_definition(
     server: Server,
 ) -> None:
-    # Before 1.34 the length of an int-or-string counts as three megabytes in the budget of rules, whatever
+    # Before 1.34, the length of an int-or-string counts as three megabytes in the budget of rules, whatever
     # its maxLength.
     older = copy.deepcopy(definition())
     older["metadata"]["name"] = f"older{NAME}"

@@ -1,5 +1,5 @@
-"""Each checkpoint of a run is evaluated by a pod of its own, beside the nodes and after them, with the bits of
-`evergrad evaluate`."""
+"""A separate pod evaluates each checkpoint of a run, during the training and afterwards, with the same bits
+as `evergrad evaluate`."""
 
 import json
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_each_checkpoint_is_evaluated_once_with_the_bits_of_the_command_while_on
     assert not own.exists() or not own.read_text()
     assert run.restarts() == {}
 
-    # The command finds and measures anew the same bits, beside the files of the pods.
+    # The command finds the pods' files and measures the same bits again.
     said = json.loads(_measure_anew(runs, run, step=30))
     losses = {row["name"]: row["loss"] for row in said["results"]}
     assert [row["is_new"] for row in said["results"]] == [True] * len(losses)
@@ -102,7 +102,7 @@ def test_a_killed_evaluation_pod_is_replaced_and_the_result_is_the_same(runs: Ru
     run.patch({"evaluation": {"nodeSelector": None}})
     kill(first)
 
-    # In the middle, or at its end on a quick machine: what was measured is kept, and found again.
+    # In the middle, or at its end on a fast machine: partial results are kept, and found again.
     second = wait_for(
         lambda: find(1, "Running", "Succeeded"), "its successor", seconds=PATIENCE
     )
@@ -116,8 +116,8 @@ def test_a_killed_evaluation_pod_is_replaced_and_the_result_is_the_same(runs: Ru
 
 
 def _measure_anew(runs: Runs, run: Run, *, step: int) -> str:
-    """What `evergrad evaluate` prints in a pod of the same image, once the results of the pods are set
-    aside."""
+    """Return the output of `evergrad evaluate` in a pod of the same image, after the pods' results were moved
+    away."""
     (pod, *_) = run.pods(role="evaluation")
     spec = pod["spec"]
     container = spec["containers"][0]

@@ -1,5 +1,4 @@
-"""Each way to fail has its condition, its reason and a message that says what to do; and nothing is tried in
-a storm."""
+"""Each kind of failure has its condition, its reason and a message with a remedy; and retries are limited."""
 
 import json
 import re
@@ -18,8 +17,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 
 
 def expect_failed(run: Run, reason: str, *words: str) -> None:
-    """The run has failed with this reason; each of ``words`` stands in the message; nothing is left that
-    trains."""
+    """Check that the run has failed with this reason, that the message contains each of ``words``, and that
+    nothing still trains."""
     run.wait_for_phase("Failed")
     run.runs.kubectl(
         "wait", "--for=condition=Failed", f"{RESOURCE}/{run.name}", "--timeout=600s"
@@ -36,7 +35,7 @@ def expect_failed(run: Run, reason: str, *words: str) -> None:
 
 
 def expect_waiting(run: Run, reason: str, *words: str) -> None:
-    """The run waits, says why, and makes no more pods while it does."""
+    """Check that the run waits, reports why, and creates no more pods meanwhile."""
 
     def says_so() -> Any:
         text = json.dumps(run.status().get("conditions", []))
@@ -51,7 +50,7 @@ def expect_waiting(run: Run, reason: str, *words: str) -> None:
 
 @pytest.fixture
 def shell(runs: Runs, tmp_path: Path) -> Shell:
-    """In no namespace of its own: pages of alerts name it in each command."""
+    """Run a command without a default namespace: pages of alerts name the namespace in each command."""
     return Shell(runs.cluster, tmp_path)
 
 
@@ -193,7 +192,7 @@ with open("/volume/filler", "ab", buffering=0) as filler:
 
 
 def call_in_pod(run: Run, *command: str) -> str:
-    """What a command prints in the pod of node 0: a small claim is seen from nowhere else."""
+    """Return the output of a command in the pod of node 0: a small claim is visible only there."""
     pod = run.live_pods()[0]["metadata"]["name"]
     return run.runs.kubectl("exec", pod, "-c", "trainer", "--", *command)
 
@@ -216,12 +215,12 @@ def test_12_a_volume_that_fills_up_is_an_unhealthy_checkpoint_until_space_is_fre
     wait_for(lambda: saved_step(run) >= 20, "checkpoints of the run")
     wait_for(lambda: run.is_so(healthy), "a healthy checkpoint")
 
-    # There is room for the checkpoints that are kept, and not for one more: a newer one is saved all the same.
+    # There is room for the kept checkpoints, but not for one more: a newer checkpoint is saved nevertheless.
     call_in_pod(run, "python", "-c", FILL)
     before = saved_step(run)
     wait_for(lambda: saved_step(run) > before, "a checkpoint on the full volume")
 
-    # What each save frees is taken as well: at last only the newest checkpoint is left.
+    # The freed space is filled, too: in the end only the newest checkpoint is left.
     def has_failed() -> bool:
         call_in_pod(run, "python", "-c", FILL)
         return run.condition(healthy).get("status") == "False"

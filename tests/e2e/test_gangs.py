@@ -1,5 +1,7 @@
-"""Gangs by the coscheduling plug-in itself: the nodes that a run cannot do without get hosts together or not at
-all. scheduler-plugins v0.34.7 runs beside the bed."""
+"""Gangs with the coscheduling plug-in: the nodes that a run requires get hosts together, or not at all.
+
+scheduler-plugins v0.34.7 runs next to the bed.
+"""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,5 +1,5 @@
-"""A run as Git has it: applied again and again, by two managers, at any time of its life, it does not change;
-what is edited in Git changes while it trains."""
+"""A run in Git: repeated applies by two managers, at any time of its life, do not change it; an edit in Git
+changes it while it trains."""
 
 import json
 import time
@@ -50,7 +50,7 @@ class Git:
         self.sync()
 
     def sync(self) -> str:
-        """What a client-side apply says."""
+        """Return the output of a client-side apply."""
         return self.runs.kubectl("apply", "-f", "-", text=json.dumps(self.manifest))
 
     def assert_in_sync(self, when: str) -> None:
@@ -60,11 +60,11 @@ class Git:
             ("diff",),
             ("diff", "--server-side", "--field-manager", SECOND),
         ):
-            # It reads the object and asks for a dry run one after the other: the operator may write the status
-            # in between. A change that Git would make is there each time.
+            # kubectl reads the object and then sends a dry run: the operator may write the status in between.
+            # A change that Git would make is shown each time.
             wait_for(lambda words=words: self._diff(*words) == "", f"{when}: no difference")
-        # kubectl's server-side apply writes kubectl's copy of the file (LAST_APPLIED) in other words than its
-        # client-side one: the first apply after it writes that annotation back, and says "configured".
+        # kubectl's server-side apply writes its copy of the file (LAST_APPLIED) in another format than the
+        # client-side apply: the next client-side apply writes the annotation again, and reports "configured".
         self.sync()
         assert self.sync().strip() == f"trainingrun.{GROUP}/{self.name} unchanged", when
         words = ("apply", "--server-side", "--field-manager", SECOND, "-f", "-")
@@ -72,7 +72,7 @@ class Git:
         assert self._what_git_owns() == before, when
 
     def _diff(self, *words: str) -> str:
-        # Its exit code is 1 where there are differences; kubectl() gives what was printed.
+        # Its exit code is 1 if there are differences; kubectl() returns the output.
         return self.runs.kubectl(
             *words, "-f", "-", text=json.dumps(self.manifest), check=False
         )
@@ -234,7 +234,7 @@ def test_the_argo_cd_engine_trains_wave_after_wave_and_prunes_runs_removed_from_
         return manifest
 
     def sync(*files: dict[str, Any]) -> dict[str, str]:
-        """Name → what became of it, as Argo CD says."""
+        """Return the state of each object by name, according to Argo CD."""
         question = {
             "kubeconfig": str(cluster.kubeconfig),
             "namespace": runs.namespace,

@@ -110,7 +110,7 @@ def run_in(
         "none",
         "--read-only",
         "--read-only-tmpfs=false",
-        "--passwd=false",  # as in a cluster, nobody knows the user
+        "--passwd=false",  # the user id is unknown in the image, as in a cluster
         "--user",
         user,
     ]
@@ -251,7 +251,7 @@ def test_an_image_contains_no_compiler_no_cache_and_nothing_of_the_build_machine
 def test_the_base_image_can_install_the_compiler_of_the_cuda_image(
     built: tuple[str, ...],
 ) -> None:
-    # Where there is a CPU build of torch, nothing else builds that image.
+    # If a CPU build of torch is available, no other test builds this image.
     script = (
         "apt-get update -q && apt-get install -q -y --simulate g++ libc6-dev python3-dev"
     )
@@ -311,7 +311,7 @@ def test_another_commit_changes_only_the_labels_of_an_image_and_none_of_its_laye
     assert stamped["Config"]["Labels"][product_images.REVISION_LABEL] == "0123abc"
     assert "EVERGRAD_REVISION=0123abc" in stamped["Config"]["Env"]
     assert stamped["RootFS"]["Layers"] == before["RootFS"]["Layers"]
-    # Tests take what is there, of any commit; the next ones find the image as it was.
+    # Tests use the existing image of any commit; later tests find the image unchanged.
     product_images.ensure(("operator",), is_loaded=False)
     assert described(operator_image)["Id"] == stamped["Id"]
     product_images.ensure(("operator",), is_loaded=False, revision=first)

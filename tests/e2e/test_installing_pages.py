@@ -44,7 +44,7 @@ def shell(cluster: Any, operator: Operator, tmp_path: Path) -> Iterator[Shell]:
 
 
 def name_registry(command: str) -> str:
-    """A command with the place of the images under test in that of the reader's registry."""
+    """Return a command with the location of the images under test instead of the reader's registry."""
     assert command.count("registry.example.com/") == 2
     return command.replace("registry.example.com/", "localhost/")
 

@@ -1,7 +1,7 @@
-"""On clusters of IPv6 alone, and of both families with IPv6 first: runs train through a kill to their end, the
-webhook answers, metrics and pages are served.
+"""Clusters with only IPv6, and with both families and IPv6 first: runs train through a kill to their end, the
+webhook answers, and metrics and pages are served.
 
-Each is a bed of its own, beside the one of the other tests.
+Each test uses its own bed, next to the bed of the other tests.
 """
 
 import ipaddress
@@ -54,7 +54,7 @@ def call(families: str, module: str, *words: str) -> None:
 
 @dataclass(frozen=True)
 class OtherBed(Cluster):
-    """A bed beside that of the session, with other families of addresses."""
+    """A bed next to the session's bed, with other address families."""
 
     families: str
 
@@ -123,8 +123,8 @@ def versions_of(pod: dict[str, Any]) -> list[int]:
 
 
 def read_place(text: str) -> Place:
-    """An address and a port as /proc/net/tcp and /proc/net/tcp6 have them: words of 32 bits, each as the
-    machine keeps it."""
+    """Return an address and a port as in /proc/net/tcp and /proc/net/tcp6: 32-bit words in the machine's byte
+    order."""
     address, _, port = text.partition(":")
     packed = b"".join(
         bytes.fromhex(address[start : start + 8])[::-1]
@@ -142,7 +142,7 @@ def read_connections(kubectl: Callable[..., str], pod: str) -> list[tuple[Place,
 
 
 def kill(run: Run, index: int) -> None:
-    """Take a pod away at once, as a node's end would."""
+    """Delete a pod immediately, as when a node ends."""
     name = run.live_pods()[index]["metadata"]["name"]
     run.runs.kubectl("delete", "pod", name, "--grace-period=0", "--force", "--wait=false")
 
@@ -164,7 +164,7 @@ def test_nodes_train_over_ipv6_and_recover_from_a_killed_pod(
     for pod in (*pods.values(), coordinator):
         assert versions_of(pod) == cluster.versions()
 
-    # The Service has the families of the cluster, and nodes come by its first address.
+    # The Service has the cluster's families, and nodes connect to its first address.
     service = runs.get("services", "six-coordinator")
     assert service is not None
     assert service["spec"]["ipFamilyPolicy"] == "PreferDualStack"

@@ -58,7 +58,7 @@ NEVER_THERE = {
     'evergrad_operator_run_phase{phase=~"Failed"}': "no run has failed",
     'evergrad_operator_run_phase{phase="Suspended"}': "no run is suspended",
 }
-"""Series that alerts ask for and that nothing in this test has."""
+"""Series that alerts use and that do not exist in this test."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Watch:
 def watch(
     cluster: Any, operator: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Watch]:
-    """Monitors and rules as the API server has taken them, and Prometheus with what they ask for."""
+    """Monitors and rules as stored by the API server, and a Prometheus that uses them."""
     if not cluster.is_bed:
         pytest.skip(
             "Prometheus runs beside the bed: pods of another cluster are out of reach."
@@ -138,7 +138,7 @@ def start_watched(runs: Runs, faults: Any) -> Run:
 
 
 def start_prepared(runs: Runs) -> Run:
-    """A short run whose data and checkpoints have pods of their own."""
+    """A short run with separate pods for its data and its checkpoints."""
     training = {"checkpoint": {"every": {"steps": 20}}, "data": {"heldOut": {"count": 12}}}
     sections = {"preparation": SECTION, "evaluation": SECTION}
     return runs.start("prepared", steps=40, nodes={"max": 1}, training=training, **sections)
@@ -207,7 +207,7 @@ def test_every_query_of_panels_alerts_and_pages_has_a_result_from_real_runs(
     assert {*SILENT, *EITHER} <= known, "an exception names a query that is gone"
     assert sorted(known - answered - set(EITHER)) == sorted(SILENT)
 
-    # What an alert asks for is there, though nothing is wrong.
+    # The series of an alert exist, although there is no problem.
     asked = {
         selector
         for query in queries
@@ -235,9 +235,9 @@ def expect_rules_are_evaluated(watch: Watch) -> None:
 
 
 def expect_only_monitoring_is_let_in(watch: Watch, runs: Runs) -> None:
-    """The policies of the runs open the ports that are scraped to Prometheus' namespace and to no other.
+    """The policies of the runs open the scraped ports for Prometheus' namespace and no other.
 
-    The bed does not enforce policies: what they say is compared with what is scraped.
+    The bed does not enforce policies, so the policies are compared with the scraped targets.
     """
     for run in ("watched", "prepared"):
         (policy,) = runs.list("networkpolicies", f"evergrad.dev/run={run}")
@@ -261,7 +261,7 @@ def expect_only_monitoring_is_let_in(watch: Watch, runs: Runs) -> None:
 def expect_series_end_with_their_run(
     watch: Watch, runs: Runs, ended: tuple[Run, ...]
 ) -> None:
-    """Nothing is said of a run that is deleted, within the time of some scrapes."""
+    """Within a few scrapes, no series of a deleted run is left."""
     for run in ended:
         every = f'count({{run="{run.name}", run_namespace="{runs.namespace}", __name__=~"evergrad_.+"}})'
         assert watch.client.query(every) != []

@@ -35,7 +35,7 @@ def start_spread(runs: Runs, name: str) -> tuple[Run, dict[int, str]]:
     return run, {index: pod["spec"]["nodeName"] for index, pod in pods.items()}
 
 
-# The operator may be on the frozen node: it goes on there without its lease, and ends.
+# The operator may be on the frozen node: it resumes there without its lease, and ends.
 @pytest.mark.operator_ends
 @pytest.mark.operator_errors("ends: ", API_AWAY)
 def test_05_a_frozen_node_is_excluded_and_its_stale_processes_write_nothing(
@@ -118,7 +118,7 @@ def test_a_run_below_its_minimum_releases_its_pods_and_another_uses_the_hosts(
         wait_for(lambda: not short.pods(), "the pods' end")
         assert short.status()["restarts"]["total"] == 0
         assert not short.is_so("Stalled")
-        # The place is free for others, which is what it is given back for.
+        # The slot is free for other runs, which is the purpose of giving it back.
         other = runs.start("other", steps=ENDLESS, nodes={"min": 1, "max": 1}, **place)
         other.wait_for_step(5)
         runs.kubectl("delete", RESOURCE, "other", "--wait=true")

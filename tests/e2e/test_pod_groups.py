@@ -40,7 +40,7 @@ def test_two_gangs_that_fit_one_after_the_other_never_hold_half_of_their_places_
     ] * 2
     assert {pod["spec"]["schedulerName"] for pod in pods} == {"default-scheduler"}
 
-    # Beside what the operator makes there are only defaults, and the scheduler's word.
+    # In addition to the operator's fields, there are only defaults and the scheduler's field.
     group = GROUPS.of(second)
     (condition,) = group["status"]["conditions"]
     assert (condition["type"], condition["status"]) == (

@@ -1,5 +1,5 @@
-"""What a template adds to the pods of a run, on a real kubelet: an account that the installation allows, a
-token of it, variables of whole objects, and init containers."""
+"""Additions of a template to a run's pods, on a real kubelet: an account that the installation allows, its
+token, variables from whole objects, and init containers."""
 
 import json
 from collections.abc import Iterator
@@ -183,7 +183,7 @@ def test_a_script_can_use_values_of_other_objects_and_a_volume_for_its_pod_alone
     assert given() == "first hello alone-0-0 as-written"
     claim = runs.get("persistentvolumeclaims", "alone") or {}
     assert claim["spec"]["accessModes"] == ["ReadWriteOncePod"]
-    # A pod that mounts it beside the run's is not placed.
+    # A second pod that mounts it next to the run's pod is not scheduled.
     reader = {
         "apiVersion": "v1",
         "kind": "Pod",

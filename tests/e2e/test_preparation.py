@@ -1,5 +1,5 @@
-"""The data of a run are prepared by a pod of its own, before any node, and shared with another run of the
-same volume."""
+"""A separate pod prepares the data of a run before any node is created, and another run on the same volume
+uses the same data."""
 
 import json
 

@@ -1,5 +1,5 @@
 """A namespace's profile on a real API server: read with the operator's own rights, kept by a run, and named
-where it is wrong."""
+in errors."""
 
 import json
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def test_a_run_keeps_its_namespace_profile_and_a_restart_takes_the_new_one(
         first = run.live_pods()[0]
         assert first["metadata"]["labels"]["cost-center"] == "1"
 
-        # A pod that is replaced has what the run began with, whatever the profile says by now.
+        # A replaced pod has the values that the run began with, whatever the profile contains now.
         put_profile(runs, "defaults: {template: {labels: {cost-center: '2'}}}")
         runs.kubectl("delete", "pod", first["metadata"]["name"])
         run.wait_for_attempt(0, 1)
@@ -114,7 +114,7 @@ def test_an_rdma_device_comes_with_the_memlock_capability_if_a_profile_allows_it
             "add": ["IPC_LOCK"],
         }
         assert pod["spec"]["nodeName"] == "n1"
-        # The kernel's word for it: a program may take it, and it is the only one.
+        # The kernel's name for it: a program may use it, and it is the only one.
         said = runs.kubectl(
             "exec", pod["metadata"]["name"], "-c", "trainer", "--", "cat", "/proc/1/status"
         )

@@ -352,7 +352,7 @@ def test_quota_is_released_on_completion(queue: Queue) -> None:
         run.wait_for_phase("Complete")
         queue.wait_for_use(0)
     seen.assert_given_back(run, condition="Complete")
-    # Kueue releases the quota first, and removes the pods' finalizers a moment later.
+    # Kueue releases the quota first, and removes the pods' finalizers afterwards.
     wait_for(
         lambda: (
             not any(
@@ -473,8 +473,8 @@ def test_a_preempted_run_releases_all_of_its_quota_and_returns(queue: Queue) -> 
     high.runs.kubectl("delete", RESOURCE, high.name, "--wait=false")
     low.wait_for_pods(0, 1, 2)
     low.wait_for_step(step + 10)
-    # Each node of the gang lost one pod. A replacement that came just as Kueue had finished its group is made
-    # once more, and is no loss.
+    # Each node of the gang lost one pod. A replacement that was created when Kueue had just finished its
+    # group is created once more, which is not a loss.
     assert low.restarts() == {"Preempted": 2}
     assert max(made.values()) <= 2 and attempts(low)[2] <= 1, (made, attempts(low))
 
@@ -595,7 +595,7 @@ def test_a_gang_that_requests_a_topology_gets_one_rack_or_waits_for_one(
     first = start_in_one_rack(racks, "first", nodes=(2, 3))
     first.wait_for_pods(0, 1, 2)
     first.wait_for_world(3)
-    # Spread over the hosts, the two would have trained as well; the node above the minimum takes what is left.
+    # Spread over the hosts, the two would have trained, too; the node above the minimum takes the rest.
     assert hosts(first) == {0: "n2", 1: "n2", 2: "n1"}
 
     # There is quota for two more nodes, but no rack with room for both.

@@ -1,5 +1,5 @@
-"""The example of each recipe on a cluster: the commands of its page as they stand there, on two nodes, and the
-report that a person opens."""
+"""The example of each recipe on a cluster: the commands of its page without changes, on two nodes, and the
+report for a user."""
 
 import html
 import json
@@ -35,12 +35,13 @@ SECTIONS = ("Where the time went", "Evaluations", "Checkpoints", "Restarts", "En
 
 @dataclass(frozen=True)
 class Example:
-    """What the page of one example trains. ``runs``: run → its PVC, in their order."""
+    """The runs on the page of one example. ``runs``: run → its PVC, in order."""
 
     folder: str
     runs: dict[str, str]
     metrics: tuple[str, ...] = ()
-    """What the last run's report shows beside the loss: metrics of its recipe, and sets of its evaluations."""
+    """Content of the last run's report in addition to the loss: metrics of its recipe, and its evaluation
+    sets."""
 
 
 PYDOC = Example("pydoc", {"pydoc-lm": "pydoc-lm"}, ("heldOut",))
@@ -95,7 +96,7 @@ class Walk:
         }
 
     def start(self, script: str) -> "subprocess.Popen[str]":
-        """Give the commands of ``script``, which end with the first one that fails."""
+        """Return the commands of ``script``, which stops at the first failure."""
         process = subprocess.Popen(
             ["bash", "-c", f"set -euo pipefail\n{script}"],
             cwd=self.folder,
@@ -109,7 +110,7 @@ class Walk:
         return process
 
     def finish(self, process: "subprocess.Popen[str]") -> str:
-        """What the commands have printed, once all of them have ended well."""
+        """Return the commands' output after all of them have succeeded."""
         said, _ = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, said[-8000:]
         return said
@@ -121,7 +122,7 @@ class Walk:
         return self.start(script.replace(" --wait", f" {settings} --wait"))
 
     def fetch(self, name: str, claim: str) -> Path:
-        """Copy the files of a run as the page says; the folder that they are in then."""
+        """Copy the files of a run as the page describes, and return their folder."""
         script = commands_of(ROOT / "docs/operate/cluster.md", "The files of a run")
         for word, own in (
             ("CLAIM,quickstart", f"CLAIM,{claim}"),
@@ -136,7 +137,7 @@ class Walk:
         return self.folder / name
 
     def close(self) -> None:
-        """End what is still under way, with all that it has started."""
+        """Kill all processes that still run, with their descendants."""
         for process in self._started:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -162,7 +163,8 @@ def walk(runs: Runs, operator: Any, tmp_path: Path) -> Iterator[Walk]:
 
 
 def expect_whole(directory: Path, wanted: tuple[str, ...]) -> None:
-    """The report in ``directory`` has all of its parts, a loss that fell, and what is ``wanted`` by name."""
+    """Check that the report in ``directory`` is complete, has a decreasing loss, and contains ``wanted`` by
+    name."""
     text = (directory / "report.html").read_text("utf-8")
     page = html.unescape(text)
     assert ">Complete</span>" in page
@@ -201,7 +203,7 @@ def expect_whole(directory: Path, wanted: tuple[str, ...]) -> None:
 
 
 def keep(directory: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Say where the report is that a person looks at."""
+    """Print the path of the report for a user."""
     report = folder / f"report-of-{directory.name}.html"
     shutil.copy(directory / "report.html", report)
     with capsys.disabled():
@@ -257,7 +259,7 @@ def test_the_example_of_two_stages_is_bit_equal_to_an_undisturbed_run_after_a_ki
     expect_whole(directory, (*TWO_STAGES.metrics, "World size", "Changes of the world"))
     assert {row["world_size"] for row in read_rows(directory / "metrics.jsonl")} == {1, 2}
 
-    # The same file, on this machine, by one process that nobody disturbs.
+    # The same file on this machine, in one undisturbed process.
     alone = "evergrad run examples/two-stage-kl/trainingrun.yaml --run-directory runs/two-stages"
     walk.finish(walk.start(alone))
     compared = walk.finish(

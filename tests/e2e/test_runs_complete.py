@@ -315,7 +315,7 @@ def test_a_run_deletes_itself_after_its_time_to_live_only_if_the_installation_al
             '"complete"' in claim["metadata"]["annotations"]["run.evergrad.dev/passing-by"]
         )
 
-        # Made anew, it is complete without a pod.
+        # When it is created again, it is complete without a pod.
         manifest["spec"]["ttlSecondsAfterFinished"] = 3600
         again = runs.apply(manifest)
         again.wait_for_phase("Complete")

@@ -242,7 +242,7 @@ def test_a_resumed_run_of_three_pods_waits_for_its_pods_and_not_for_a_timer(
     first = run.rows()[rows]
     print(f"resume: {first['time'] - resumed:.1f} s to the first new step")
 
-    # One pass of the operator makes all pods: the last one is there before any of them has said anything.
+    # One pass of the operator creates all pods: the last exists before any of them has reported.
     pods = [*run.live_pods().values(), *run.live_pods(role="coordinator").values()]
     assert len(pods) == 4
     made = [datetime.fromisoformat(pod["metadata"]["creationTimestamp"]) for pod in pods]
@@ -341,7 +341,7 @@ def test_the_time_of_all_pods_is_counted_across_kills_and_deletions(
                 lives[pod["metadata"]["uid"]] = parse_time(ended) - created
     lifetime = sum(lives.values())
     usage = run.status()["usage"]
-    # What is shown is in whole seconds; the operator itself counts milliseconds.
+    # The status shows whole seconds; the operator itself counts milliseconds.
     counted = json.loads(run.status()["memory"]["usage"])["pods"]
     assert sum(counted.values()) / 1000 == pytest.approx(lifetime, rel=0.001)
     assert usage["byCause"]["training"] > 0 and usage["byCause"]["startup"] > 0
@@ -360,7 +360,7 @@ def test_a_training_run_restored_without_its_status_resumes_at_its_checkpoint(
     run.wait_for_step(CHECKPOINT_INTERVAL + 10)
     wait_for(run.checkpoints, "a checkpoint")
 
-    # Nothing of the operator stands between two steps: without their TrainingRun the pods train on.
+    # Steps do not depend on the operator: without their TrainingRun, the pods continue to train.
     runs.kubectl("delete", RESOURCE, "restored", "--cascade=orphan", "--wait=true")
     volume = runs.volume("restored") / "restored"
 
@@ -370,7 +370,8 @@ def test_a_training_run_restored_without_its_status_resumes_at_its_checkpoint(
     orphaned_at = rows()[-1]["step"]
     wait_for(lambda: rows()[-1]["step"] > orphaned_at + 5, "steps without a TrainingRun")
 
-    # What nobody owns is taken away by hand, as docs/operate/storage.md says; a backup has none of it.
+    # Objects without an owner are deleted manually, as docs/operate/storage.md describes; a backup does not
+    # contain them.
     selector = f"{GROUP}/run=restored"
     kinds = ("pods", "configmaps", "services", "secrets", "poddisruptionbudgets")
     kinds += ("networkpolicies",)

@@ -38,7 +38,8 @@ def write(folder: Path, table: Mapping[str, Changes]) -> dict[str, Path]:
 
 
 def validate(file: Path) -> tuple[int, str]:
-    """The exit code of ``evergrad validate`` and what it prints. In this process: a new one takes seconds."""
+    """Return the exit code and the output of ``evergrad validate``, run in this process, because a new one
+    takes seconds."""
     output = io.StringIO()
     with redirect_stdout(output), redirect_stderr(output):
         code = main(["validate", str(file)])
@@ -46,7 +47,7 @@ def validate(file: Path) -> tuple[int, str]:
 
 
 def apply_dry(runs: Runs, file: Path) -> subprocess.CompletedProcess[str]:
-    """Ask the server what it would store of a file, with unknown fields as errors."""
+    """Ask the server which object it would store for a file, with unknown fields as errors."""
     place = ["--kubeconfig", str(runs.cluster.kubeconfig), "--namespace", runs.namespace]
     words = [
         "apply",
@@ -75,7 +76,7 @@ def apply_all(
 
 
 def wait_for_webhook(runs: Runs, folder: Path) -> None:
-    """Wait until the operator has a word in what is stored: an API server alone takes a misspelled key."""
+    """Wait until the operator validates stored objects: an API server alone accepts a misspelled key."""
     wrong = write(folder, {"first": {"spec.training.optimizer.learningrate": "1"}})["first"]
     wait_for(lambda: apply_dry(runs, wrong).returncode != 0, "the webhook's first answer")
 

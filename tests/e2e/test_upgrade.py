@@ -1,6 +1,7 @@
-"""The operator is upgraded from the first release, rolled back, uninstalled and installed twice, while runs train.
+"""The operator is upgraded from the first release, rolled back, uninstalled and installed twice, while runs
+train.
 
-What of the chart can be checked without a cluster: tests/unit/repository/test_earlier_release.py.
+For checks of the chart without a cluster, see tests/unit/repository/test_earlier_release.py.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ FIRST_COMMIT, FIRST_TAG = "05accba", "v0.1.0"
 FIRST_CHART = ROOT / "tests/earlier/evergrad-0.1.0.tgz"
 CRD = "trainingruns.evergrad.dev"
 NARROW = ("crds.install=false", "rbac.scope=namespaced", "rbac.aggregatedRoles=false")
-"""An installation that asks for nothing outside of its namespace."""
+"""An installation that needs nothing outside of its namespace."""
 
 
 def uids(run: Run) -> dict[str, str]:
@@ -49,7 +50,7 @@ def expect_undisturbed(run: Run, pods: dict[str, str]) -> None:
 
 
 def expect_reported(run: Run) -> None:
-    """The operator that is there now reads the run and says how far it is."""
+    """Check that the current operator reads the run and reports its progress."""
     step = run.newest_step()
     wait_for(
         lambda: run.status().get("progress", {}).get("step", -1) >= step,
@@ -86,7 +87,7 @@ def first(cluster: Any, operator: Operator) -> Operator:
 
 @contextlib.contextmanager
 def back_afterwards(operator: Operator) -> Iterator[None]:
-    """The session's operator is there again after the block, whatever became of it inside."""
+    """Restore the session's operator after the block, whatever happened inside."""
     try:
         yield
     finally:
@@ -167,7 +168,8 @@ def test_a_run_trains_without_its_operator_and_the_next_installation_takes_it_ov
 
 @contextlib.contextmanager
 def installed(operator: Operator, *namespaces: str) -> Iterator[list[Operator]]:
-    """A release of its own in each namespace, which serves that namespace; all are installed at the same time."""
+    """A separate release in each namespace, which serves this namespace; all are installed at the same
+    time."""
     ones = [dataclasses.replace(operator, namespace=name) for name in namespaces]
     try:
         with ThreadPoolExecutor(len(ones)) as pool:
@@ -211,6 +213,6 @@ def test_two_installations_each_serve_one_namespace_and_are_removed_one_by_one(
         expect_reported(one)
         for where, run in ((runs, one), (other_runs, other)):
             run.expect_same_as(reference)
-            # Each installation has a key of its own: the session's operator could not ask their coordinators.
+            # Each installation has its own key, so the session's operator could not poll their coordinators.
             where.kubectl("delete", RESOURCE, run.name, "--wait=true")
             wait_for(lambda run=run: not uids(run), "the end of its pods")

@@ -1,6 +1,7 @@
-"""What the operator asked of the API server while the other tests ran, against what the chart grants it.
+"""Compares the operator's requests to the API server during the other tests with the rights that the chart
+grants.
 
-Named to run last.
+Its name makes it run last.
 """
 
 import json
@@ -17,14 +18,14 @@ ACCOUNT = "system:serviceaccount:evergrad-system:evergrad"
 VALUES = {"rbac": {"aggregatedRoles": False}, "runs": {"allowed": {"deletion": True}}}
 ENOUGH = 6
 """With this many rooms of end-to-end tests run before, every right must have been used."""
-# Asked for inside of other requests: server-side apply of a PVC that does not exist yet needs create, and is
-# recorded as patch; owner references are checked against finalizers, where the cluster does that.
+# Rights that other requests need: server-side apply of a PVC that does not exist yet needs create, and is
+# recorded as patch; owner references are checked against finalizers, if the cluster does that.
 UNSEEN = {("persistentvolumeclaims", "create"), ("trainingruns/finalizers", "update")}
 # Written again when the webhook's certificate is renewed, after eight months.
 UNSEEN |= {("secrets", "update")}
-# Of an installation whose runs may ask for their own deletion, which one long test has.
+# Rights of an installation whose runs may request their own deletion, which one long test uses.
 UNSEEN |= {("trainingruns", "delete")}
-# Changed where a run's smallest number of nodes changes, or where another release builds them otherwise.
+# Changed when a run's smallest number of nodes changes, or when another release builds them differently.
 UNSEEN |= {(resource, "patch") for resource in ("poddisruptionbudgets", "networkpolicies")}
 
 
@@ -80,8 +81,8 @@ def test_the_operator_was_refused_nothing_except_temporarily(
         for event in requests()
         if (event.get("annotations") or {}).get("authorization.k8s.io/decision") == "forbid"
     }
-    # An API server that has just started may refuse what it allows a second later: it has yet to read the
-    # roles.
+    # An API server that has just started may refuse requests that it allows a second later, because it has
+    # not read the roles yet.
     assert refused - used == set()
 
 

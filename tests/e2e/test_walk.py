@@ -1,5 +1,4 @@
-"""What a newcomer types on a cluster: the commands of the README and of the quickstart, as they are written
-there."""
+"""The commands of a new user on a cluster: the README and the quickstart, exactly as written."""
 
 import re
 from pathlib import Path
@@ -31,5 +30,5 @@ def test_the_commands_of_readme_and_quickstart_train_the_run_and_show_it(
         r"quickstart +Complete", shell.run(f"timeout 10 {watch}", codes=(124,))
     )
     assert "condition met" in shell.run(wait)
-    # The report is written behind the last step.
+    # The report is written after the last step.
     wait_for(lambda: "report.html" in shell.run(logs), "the last lines of the first node")

@@ -1,6 +1,6 @@
-"""A run that is killed, frozen and reconfigured at random ends with the bits of one that nobody disturbed.
+"""A run that is killed, frozen and reconfigured at random ends with the same bits as an undisturbed run.
 
-``make chaos EVENTS=300 SEED=7`` does the same for longer; ``KIND`` chooses one of ``chaos_helpers.VARIANTS``
+``make chaos EVENTS=300 SEED=7`` does the same for longer. ``KIND`` selects one of ``chaos_helpers.VARIANTS``
 instead of all kinds of events over gloo.
 """
 
@@ -43,7 +43,7 @@ EVENTS = int(os.environ.get("CHAOS_EVENTS") or VARIANT.most)
 SEED = int(os.environ.get("CHAOS_SEED") or 371)
 """The default has all kinds among its first 30 events, many of them in pairs, and short freezes."""
 
-# Each event and the end have a limit of their own; the sum of them is no measure of a hang.
+# Each event and the end have a separate limit; their sum does not detect a hang.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
 
 

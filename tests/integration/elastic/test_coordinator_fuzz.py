@@ -1,5 +1,5 @@
-"""More than 100,000 messages that nobody should send, while a real group trains: it notices nothing, and
-nothing grows."""
+"""More than 100,000 invalid messages while a real group trains: the group is not affected, and no memory
+grows."""
 
 import asyncio
 import contextlib
@@ -108,9 +108,9 @@ def build_hostile(rng: random.Random) -> bytes:
 
 
 async def send(port: int, data: bytes, *, pieces: int = 1) -> None:
-    """One connection; cut anywhere, ended by whoever is first."""
+    """One connection, cut at any point by either end."""
     while True:
-        # A coordinator that has as many connections as it takes may reset one before it stands.
+        # A coordinator with its maximum of connections may reset a connection before it is established.
         with contextlib.suppress(ConnectionResetError):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             break
@@ -133,7 +133,7 @@ async def attack(coordinator: Coordinator, rng: random.Random, *, share: float) 
     """Number of lines sent."""
     jobs, num_lines = [], 0
     for number in range(round(WELL_FORMED_CONNECTIONS * share)):
-        # Its hello is right, as a spare: what it says afterwards reaches the rules.
+        # Its hello is valid, as a spare, so that its later messages reach the rules.
         lines = [hello_line(f"spare-{number}-{rng.random()}", workers=rng.randrange(2))]
         lines += [build_well_formed(rng) for _ in range(LINES_EACH)]
         jobs.append((b"".join(lines), rng.choice([1, 3, 50])))

@@ -1,5 +1,5 @@
-"""A node's heartbeat: slowness is told from silence, and a node that is frozen or gone is noticed all the
-same."""
+"""A node's heartbeat: a slow node is distinguished from a silent node, and a frozen or lost node is still
+detected."""
 
 import contextlib
 import os
@@ -68,7 +68,7 @@ def node(coordinator: Coordinator, tmp_path: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def run_node(coordinator: Coordinator, tmp_path: Path) -> Iterator[int]:
-    """A node of its own process, while it is connected and beats; yields the process."""
+    """Run a node in a separate process that is connected and sends heartbeats; yield the process."""
     process = subprocess.Popen(
         [
             sys.executable,

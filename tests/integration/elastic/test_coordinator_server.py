@@ -1,4 +1,4 @@
-"""The coordinator's process: what it does for real nodes, and to peers that are none."""
+"""The coordinator's process with real nodes, and with peers that are not nodes."""
 
 import asyncio
 import contextlib
@@ -224,7 +224,7 @@ async def test_an_unwritable_journal_stops_changes_but_not_training(
     folder.mkdir()
     coordinator = start("--state", str(folder / "state"), "--expect", "2")
     nodes = await form_group(coordinator, 2)
-    # Another file of that name, as after a restore: it is to be made anew, and cannot be.
+    # Another file with that name, as after a restore: it should be created again, but cannot be.
     (folder / "copy").write_bytes((folder / "state").read_bytes())
     (folder / "copy").replace(folder / "state")
     (folder / "state.tmp").mkdir()
@@ -424,7 +424,7 @@ async def test_a_client_without_the_token_gets_nothing_from_any_port(start: Star
     for path in ("/healthz", "/metrics"):
         assert (await asyncio.to_thread(coordinator.get, path, token=None))[0] == 200
 
-    # As node 0 started anew: it would take its place, name the store of the next group, and end the run as
+    # Like a restarted node 0: it would take its place, name the store of the next group, and end the run as
     # complete.
     evil = Node(
         coordinator.port, "0", incarnation="evil", token="", fingerprint={"torch": "2.13"}

@@ -67,7 +67,7 @@ def test_survivors_one_step_apart_transfer_their_state(
 def test_a_save_that_a_kill_interrupts_is_repeated(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    """Rank 1 dies while its part of step 5 is being written beside training; every checkpoint on disk stays
+    """Rank 1 dies while it writes its part of step 5 during training; every checkpoint on disk stays
     valid."""
     cluster = make_elastic().start(
         faults=[fault("SIGKILL", "shard", node=1, to="node", name="kill")]
@@ -116,8 +116,7 @@ def evaluating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experiment]
 def test_an_evaluation_that_a_kill_interrupts_is_repeated(
     make_elastic: MakeCluster, evaluating: Experiment, call: int
 ) -> None:
-    """Node 1 dies on its way into the first or second evaluation; rank 0's rows are those of a
-    run in peace."""
+    """Node 1 dies during the first or second evaluation; rank 0's rows equal those of an undisturbed run."""
     cluster = make_elastic(evaluating)
     cluster.start(
         faults=[fault("SIGKILL", "evaluation", node=1, call=call, to="node", name="kill")]
@@ -134,7 +133,7 @@ def test_an_evaluation_that_a_kill_interrupts_is_repeated(
 def test_an_evaluation_interrupted_by_a_kill_resumes_in_a_smaller_world(
     make_elastic: MakeCluster, evaluating: Experiment, call: int
 ) -> None:
-    """Node 1 dies in its ``call``-th batch, before or behind the first exchange, and is not replaced."""
+    """Node 1 dies in its ``call``-th batch, before or after the first exchange, and is not replaced."""
     cluster = make_elastic(evaluating)
     cluster.start(
         faults=[fault("SIGKILL", "batch", node=1, call=call, to="node", name="kill")]
@@ -190,8 +189,8 @@ def test_a_join_waits_for_a_running_save_while_training_continues(
 def test_a_save_that_takes_too_long_does_not_delay_a_join_and_is_repeated(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    """Rank 1's part of the save of step 5 is not written while a newcomer joins; written late, it harms
-    nobody."""
+    """Rank 1's part of the save of step 5 is not written while another node joins; a late write does no
+    harm."""
     holds = [
         fault("hold", "shard", node=1, name="saving"),
         fault("hold", "slot", node=0, step=6, name="held"),

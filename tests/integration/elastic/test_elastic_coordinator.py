@@ -88,7 +88,8 @@ def damage_newest(cluster: Any) -> None:
 
 
 def check_fallback(cluster: Any) -> None:
-    """Every event of it says the same: a rank 0 cannot know what the one before has written."""
+    """Every event of this change is the same, because a new rank 0 does not know what the previous one has
+    written."""
     found = events(cluster.directory, "fallback")
     assert found and all(one["checkpoint"] == "step-10" for one in found)
 
@@ -152,7 +153,7 @@ def test_without_a_coordinator_for_longer_than_the_lease_training_pauses_in_its_
 def test_a_group_that_broke_while_the_coordinator_was_away_is_not_adopted(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    """All nodes are well and come back; only their workers know that the group between them is gone."""
+    """All nodes work and reconnect; only their workers know that the group between them is gone."""
     faults = [
         fault("hold", "slot", node=0, step=4, name="held"),
         fault("lose", "update", node=1, step=4, name="lose"),
@@ -181,7 +182,7 @@ def test_nodes_that_must_drain_while_the_coordinator_is_away_save_on_their_own(
     kill_coordinator(cluster)
     for node in cluster.nodes.values():
         node.send(signal.SIGTERM)
-    # No earlier than they have noticed that nobody answers.
+    # Not before they have noticed that no coordinator responds.
     cluster.until(lambda: cluster.is_paused(seconds=5.0), "a while")
     cluster.release("held")
     cluster.finish(STOPPED_SAVED)
@@ -204,7 +205,7 @@ def test_the_page_of_a_run_shows_the_reports_of_rank_0_and_the_training_nodes(
     shown: dict[str, Any] = {}
 
     def is_shown() -> bool:
-        """All that a page that is opened now gets at once."""
+        """Return the content that a newly opened page receives first."""
         with urllib.request.urlopen(
             f"http://127.0.0.1:{port}/live", timeout=PATIENCE
         ) as events:

@@ -1,5 +1,5 @@
-"""Mistakes and failures that no change of the group can cure, and those that look like one: who is blamed,
-how the run ends."""
+"""Errors that no change of the group solves, and failures that look like such errors: which node is reported,
+and how the run ends."""
 
 import os
 import subprocess
@@ -117,7 +117,7 @@ def test_a_single_error_of_one_rank_costs_a_worker_and_no_step(
 def test_saves_that_fail_for_lack_of_space_end_no_run(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    """The run goes on from its newest checkpoint, where a person can make room for it."""
+    """The run continues from its newest checkpoint after a person has made room for it."""
     cluster = make_elastic(expect=2)
     cluster.start(
         faults=[fault("full", "shard", rank=1, call=2)],

@@ -1,5 +1,5 @@
-"""Nodes, supervisors and workers that stand still: the others go on without them, and they come back with
-their processes."""
+"""Frozen nodes, supervisors and workers: the others continue without them, and they return with their
+processes."""
 
 import os
 import signal
@@ -16,8 +16,8 @@ QUICK = ("--silence", "2", "--lease", "4")
 def test_a_frozen_node_is_evicted_and_rejoins_in_process_when_it_resumes(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    """Supervisor and worker stand still with the worker between two sums; thawed they meet a world that has
-    gone on."""
+    """Supervisor and worker are frozen while the worker is between two sums; when they resume, the world has
+    continued."""
     holds = [
         fault("hold", "slot", node=1, step=4, name="held"),
         fault("hold", "slot", node=0, step=8, name="wait"),
@@ -45,7 +45,7 @@ def test_a_frozen_node_is_evicted_and_rejoins_in_process_when_it_resumes(
 def test_a_worker_whose_supervisor_is_frozen_is_excluded_until_it_resumes(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    """Its worker runs and computes, but nobody can tell it anything."""
+    """Its worker runs and computes, but receives no messages."""
     holds = [
         fault("hold", "slot", node=0, step=step, name=f"held-{step}") for step in (4, 8)
     ]
@@ -82,7 +82,7 @@ def test_a_frozen_worker_is_replaced_by_its_supervisor(
 def test_a_worker_that_does_not_leave_a_broken_group_is_replaced(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    """Node 1 stands still in its own computation when node 2 dies: node 0 does not wait for it for ever."""
+    """Node 1 is frozen in its computation when node 2 dies: node 0 does not wait for it forever."""
     held = fault("hold", "slot", node=1, step=4, name="held")
     # Long enough for node 0, which has to be out of the broken group by then.
     cluster = make_elastic().start(
@@ -99,7 +99,7 @@ def test_a_worker_that_does_not_leave_a_broken_group_is_replaced(
 def test_the_last_worker_with_the_state_gets_all_the_time_it_needs(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    """Node 1 dies while node 0 computes for longer than a worker usually has to leave: nobody else waits for
+    """Node 1 dies while node 0 computes for longer than the usual limit for a worker: no other node waits for
     node 0."""
     long = fault("hold", "slot", node=0, step=4, seconds=5.0, name="held")
     death = fault("SIGKILL", "tally", node=1, step=4, to="node", name="kill")

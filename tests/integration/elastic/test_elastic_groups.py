@@ -102,8 +102,8 @@ def total_of(world: World, *, value: float, numel: int = 1 << 20) -> float:
 def lose_a_frozen_peer(
     ports: list[str], rank: int, size: int, hears: bool
 ) -> dict[str, Any]:
-    """The last rank stands still within the group; the others are told so (or, not ``hears``, only give up)
-    and go on."""
+    """The last rank is frozen within the group; the others receive a message (or, without ``hears``, only
+    give up) and continue."""
     supervisor, end = channel_pair()
     _kept.append(supervisor)
     watchdog = Watchdog(end)
@@ -216,7 +216,7 @@ def test_a_connection_of_a_plug_in_survives_a_hard_change(
 
 
 def feed_a_frozen_peer(ports: list[str], rank: int, size: int) -> float:
-    """Rank 1 stands still instead of taking what rank 0 sends."""
+    """Rank 1 is frozen instead of receiving from rank 0."""
     interrupt = Interrupt()
     world = meet(ports, 0, rank=rank, size=size, interrupt=interrupt)
     world.barrier()
@@ -239,7 +239,7 @@ def test_a_source_is_not_blocked_by_a_frozen_receiver(
 
 
 def fail_once_then_meet(ports: list[str], rank: int, size: int) -> list[int]:
-    """Rank 0 finds nobody at first; rank 1 is a fresh process. They meet all the same."""
+    """Rank 0 finds no peer at first, and rank 1 is a new process. They connect nevertheless."""
     counted = -1
     if rank == 0:
         with pytest.raises(PeerLostError, match="generation 0 did not form"):

@@ -20,7 +20,7 @@ MakeCluster = Callable[..., Cluster]
 def test_a_node_killed_at_any_point_of_a_step_costs_no_finished_step(
     make_elastic: MakeCluster, undisturbed: Any, place: str, finished: set[int]
 ) -> None:
-    """``finished``: what the last step of three may be; with the sum under way it may still reach
+    """``finished``: possible values of the last step of three; with the sum in progress, it may still reach
     the others."""
     cluster = make_elastic().start(
         faults=[fault("SIGKILL", place, node=1, step=4, to="node", name="kill")]

@@ -1,5 +1,4 @@
-"""Nodes that come, and nodes that leave because they were asked to: no step is repeated, and nobody saves
-without need."""
+"""Nodes that join, and nodes that leave on request: no step is repeated, and no node saves unnecessarily."""
 
 import signal
 from collections.abc import Callable

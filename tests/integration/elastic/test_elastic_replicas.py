@@ -1,5 +1,4 @@
-"""What ranks hold is what they should hold: states that arrived in part, bits that flipped, and steps that
-differ."""
+"""Wrong states of ranks: partly transferred states, flipped bits, and steps that differ."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +15,10 @@ SMALL_CHUNKS = {"evergrad_trainer.state.transfer._CHUNK_BYTES": 4096}
 def test_a_joining_node_whose_only_source_dies_midway_starts_with_the_initial_weights(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    """No checkpoint exists yet. What had arrived of step 3 must not be trained on as if it were step 0."""
+    """No checkpoint exists yet. The received part of step 3 must not be trained as if it were step 0."""
     hold = fault("hold", "slot", node=0, step=4, name="held")
     death = fault("SIGKILL", "send", node=0, call=6, to="node", name="kill")
-    # Saved at its end alone, however late the source hears of the newcomer.
+    # Saved only at its end, however late the source is notified of the joining rank.
     options: Any = {
         "constants": SMALL_CHUNKS,
         "sets": ["spec.training.checkpoint.every.steps=100"],
@@ -49,7 +48,8 @@ def test_a_flipped_bit_is_detected_before_the_next_save_and_an_exact_run_goes_ba
     cluster = make_elastic(expect=num_nodes).start(faults=[flip])
     cluster.finish()
     assert cluster.has_happened("flip")
-    # Ranks of the second world are not those of the first, but all steps are those of an undisturbed run.
+    # Ranks of the second world differ from those of the first, but all steps equal those of an undisturbed
+    # run.
     cluster.check(undisturbed.at("undisturbed"), is_state_lost=True)
     (warning,) = events(cluster.directory, "warning")
     assert (
@@ -70,7 +70,8 @@ def test_two_hosts_that_differ_again_after_going_back_follow_rank_0(
 ) -> None:
     flips = [fault("flip", "step", node=1, step=step, is_repeated=True) for step in (6, 11)]
     sets = ["spec.training.reproducibility.elastic=fast"]
-    # Two: whether step 10 was told before it was found to differ, and is no progress the second time, depends on the moment.
+    # Two: it depends on timing whether step 10 was reported before the difference was found, so that the
+    # second time is no progress.
     cluster = make_elastic(expect=2, options=("--max-failures", "2")).start(
         faults=flips, sets=sets
     )

@@ -1,5 +1,5 @@
-"""A name server that never answers: torch asks for the name of every peer of a store, which must not hold a
-group's start."""
+"""A name server that never responds: torch looks up the name of every peer of a store, which must not delay
+the start of a group."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ from elastic_helpers import Cluster, fault
 MakeCluster = Callable[..., Cluster]
 SILENT = "127.0.0.53"
 UNKNOWN = "127.0.0.77"
-"""An address of this machine that no file of its names: only the name server could tell."""
+"""An address of this machine that is in no local file, so that only the name server could resolve it."""
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def dead_resolver(tmp_path: Path) -> Iterator[tuple[Path, socket.socket]]:
 def test_groups_form_although_no_name_can_be_resolved(
     make_elastic: MakeCluster, undisturbed: Any, dead_resolver: tuple[Path, socket.socket]
 ) -> None:
-    """Every group meets at its first try: no generation is spent on a set-up that took too long."""
+    """Every group forms at its first attempt: no generation is lost because of a slow set-up."""
     configuration, server = dead_resolver
     death = fault("SIGKILL", "slot", node=2, step=4, to="node")
     cluster = make_elastic().start(faults=[death], resolver=configuration, address=UNKNOWN)

@@ -1,4 +1,4 @@
-"""The walk through examples/elastic: its commands do what its words say."""
+"""The walk through examples/elastic: its commands have the described results."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ def test_the_elastic_walkthrough_runs_as_written_and_ends_bit_equal(tmp_path: Pa
         ),
         "utf-8",
     )
-    # One script, in a session of its own, that stops at the first failure.
+    # Run one script in a separate session; it stops at the first failure.
     script = "\n".join(["set -e", *read_blocks("examples/elastic/README.md")])
     process = subprocess.Popen(
         ["bash", "-c", script],

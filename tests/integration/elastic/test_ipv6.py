@@ -1,4 +1,4 @@
-"""Two nodes that meet over IPv6 alone: coordinator, stores and addresses are of ``::1``."""
+"""Two nodes that connect over IPv6 only: coordinator, stores and addresses use ``::1``."""
 
 import os
 import socket
@@ -31,8 +31,8 @@ def has_ipv6_loopback() -> bool:
 def test_two_nodes_train_over_ipv6(experiment: Any, tmp_path: Path) -> None:
     experiment.write(recipe(horizon={"steps": 4}), nodes={"min": 2, "max": 2})
     coordinator = Coordinator(tmp_path, run="tiny", least=2, most=2, host="::1")
-    # gloo takes the addresses of this interface; that it takes one of IPv6 is its own affair, and without a
-    # name of the host no look-up stands between.
+    # gloo uses the addresses of this interface, and itself selects IPv6. Without a host name, no look-up is
+    # needed.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     nodes: list[subprocess.Popen[str]] = []
     try:

@@ -39,7 +39,8 @@ def test_the_coordinator_does_not_wait_for_an_outcome_if_no_node_is_connected(
     # Far above the limit of the test: it ends because no node is connected, or not at all.
     assert coordinator.wait(1e6) is None
     assert coordinator.is_running
-    # `evergrad open` finds its page by this file, which is there as long as it is, and knows it by its name.
+    # `evergrad open` finds the page by this file, which exists as long as the coordinator, and recognizes it
+    # by name.
     address = json.loads((tmp_path / "address.json").read_text())
     with urlopen(
         f"http://127.0.0.1:{address['statusPort']}/healthz", timeout=PATIENCE
@@ -76,6 +77,6 @@ def test_the_address_of_the_page_is_printed_first_and_serves_it(
     coordinator: LocalCoordinator, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nodes = NodesThatLookAtThePage(capsys)
-    # No node says how the run has ended.
+    # No node reports how the run has ended.
     assert run_local(coordinator, nodes) == ExitCode.INTERNAL  # type: ignore[arg-type]
     assert "<title>Evergrad</title>" in nodes.page

@@ -1,4 +1,4 @@
-"""``evergrad node`` as the first process of a pod: nobody beside it writes the run directory."""
+"""``evergrad node`` as the first process of a pod: no other process writes the run directory."""
 
 import json
 import os
@@ -111,7 +111,7 @@ def test_nodes_of_a_script_write_its_run_directory_and_do_not_start_a_complete_r
     }
     assert json.loads((tmp_path / "run/run.json").read_text())["baseDirectory"] == "."
     assert json.loads((tmp_path / "run/complete.json").read_text())["run"] == "r"
-    # Nobody answers at this address, and nobody need be asked.
+    # No server responds at this address, and none needs to be asked.
     late = node(
         "--token-file",
         str(tmp_path / "token"),

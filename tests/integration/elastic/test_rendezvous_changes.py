@@ -1,4 +1,4 @@
-"""Changes of a group of torchrun agents: who comes, who goes, and that nobody ever trains in two groups."""
+"""Changes of a group of torchrun agents: joins, departures, and that no node ever trains in two groups."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def test_nodes_join_and_leave_and_the_run_ends_with_exit_code_0(
         cluster.start_agent(node)
     first = cluster.until_world(3)
 
-    # A worker is killed: all go on together.
+    # A worker is killed: all nodes continue together.
     os.kill(cluster.worker("1"), signal.SIGKILL)
     second = cluster.until_world(3, above=first)
     assert cluster.status()["restarts"].get("worker_crash") == 1
@@ -31,7 +31,7 @@ def test_nodes_join_and_leave_and_the_run_ends_with_exit_code_0(
         None,
     )  # None: the agent was quicker to collect it
 
-    # Rank 0's pod is killed: the others go on.
+    # Rank 0's pod is killed: the others continue.
     cluster.kill_pod("0")
     third = cluster.until_world(2, above=second)
 
@@ -56,7 +56,7 @@ def test_nodes_join_and_leave_and_the_run_ends_with_exit_code_0(
     assert cluster.wait_exit("2") == 1
     assert cluster.status()["restarts"].get("node_left") == 1
 
-    # The coordinator is killed and comes back: nobody restarts.
+    # The coordinator is killed and restarts: no worker restarts.
     workers = {node: cluster.worker(node) for node in ("0", "10")}
     cluster.kill_coordinator()
     cluster.start_coordinator()

@@ -1,5 +1,4 @@
-"""What is lost without a word: frozen agents, agents without their workers, the coordinator, too
-many nodes."""
+"""Losses without a message: frozen agents, agents without their workers, the coordinator, too many nodes."""
 
 import signal
 from collections.abc import Callable
@@ -22,7 +21,7 @@ def test_frozen_and_orphaned_nodes_are_excluded_and_readmitted(
         cluster.start_agent(node)
     generation = cluster.until_world(2)
 
-    # The agent is frozen, its worker is not: the other goes on, and the worker cannot.
+    # The agent is frozen, but not its worker: the other node continues, and the worker cannot.
     cluster.freeze(cluster.agent("0").pid)
     generation = cluster.until_world(1, above=generation)
     cluster.thaw(cluster.agent("0").pid)
@@ -58,7 +57,7 @@ def test_the_coordinator_may_be_lost_with_a_node_or_for_longer_than_the_lease(
         cluster.start_agent(node)
     generation = cluster.until_world(2)
 
-    # With a node: after one lease the rest goes on, under a higher number.
+    # With a lost node: after one lease the others continue with a higher number.
     cluster.kill_coordinator()
     cluster.kill_pod("0")
     cluster.start_coordinator()
@@ -89,7 +88,7 @@ def test_a_coordinator_whose_pod_is_lost_costs_fresh_workers_no_step(
     generation = cluster.until_world(2)
     workers = {cluster.worker(node) for node in ("0", "1")}
 
-    # The next one is of another epoch, and knows nothing.
+    # The next coordinator has another epoch, and no state.
     cluster.kill_coordinator()
     (cluster.directory / "generation").unlink()
     cluster.start_coordinator("--epoch", "1")
@@ -159,7 +158,7 @@ def test_joins_are_held_until_a_checkpoint_and_a_late_crash_restarts_one_node_al
         cluster.start_agent(node)
     generation = cluster.until_world(2)
 
-    # A join waits for a checkpoint, as long as the wanted number runs.
+    # A join waits for a checkpoint as long as the requested number of nodes trains.
     cluster.start_agent("2")
     cluster.until(lambda: cluster.status()["nodes"]["ready"] == 3, "the third node")
     seen = len(cluster.steps())

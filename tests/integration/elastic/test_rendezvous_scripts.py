@@ -1,5 +1,5 @@
-"""The example scripts, which know nothing of Evergrad: a node is killed, and training ends as if nothing had
-been."""
+"""The example scripts, which do not depend on Evergrad: a node is killed, and the training has the same
+result."""
 
 import re
 from collections.abc import Callable
@@ -19,7 +19,7 @@ LINE = re.compile(
 
 @dataclass(frozen=True)
 class Row:
-    """What rank 0 printed of a step."""
+    """Return rank 0's output for a step."""
 
     step: int
     loss: float | None

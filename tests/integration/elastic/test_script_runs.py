@@ -27,7 +27,7 @@ STEP = re.compile(r"step (\d+)")
 
 
 class ScriptRun:
-    """One ``evergrad run`` of a manifest with ``spec.script``, as a process of its own."""
+    """One ``evergrad run`` of a manifest with ``spec.script``, in a separate process."""
 
     def __init__(
         self, path: Path, command: list[str], *, nodes: int, **script: Any
@@ -108,7 +108,7 @@ class ScriptRun:
             time.sleep(0.02)
 
     def wait(self) -> int:
-        """Exit code of the launcher. A run that does not end shows what it did last."""
+        """Return the launcher's exit code. If a run does not end, the error shows its last output."""
         try:
             return self.launcher.wait(PATIENCE)
         except subprocess.TimeoutExpired:
@@ -212,7 +212,7 @@ def test_a_script_that_checks_should_stop_loses_no_step_if_a_node_or_the_run_is_
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     run = make(["train.py", str(tmp_path / "state.pt")], metrics={"port": port}).start()
-    # Node 0 may begin alone, where the other one is late.
+    # Node 0 may begin alone if the other node is late.
     run.until(lambda: run.group_sizes()[-1:] == [2], "a group of both nodes")
     first = max(run.steps(), default=0)
     run.until(lambda: max(run.steps(), default=0) >= first + 5, "steps")
@@ -249,9 +249,10 @@ while not pathlib.Path("go-on").exists():
 
 
 def two_free_ports() -> int:
-    """The first of two ports in a row that nobody has: node 1 takes the one behind node 0's.
+    """Return the first of two consecutive free ports: node 1 uses the port after node 0's.
 
-    Below those that Linux gives to whoever asks for any: another test would soon have the second.
+    The ports are below the range that Linux assigns automatically, because another test would soon get the
+    second port.
     """
     while True:
         first = random.randrange(20_000, 32_000)

@@ -70,7 +70,7 @@ def build(world: World, directory: Path, runtime: dict[str, Any]) -> Machinery:
     training = make_training(**runtime)
     plan = plan_model(training.model, base_directory=directory, vocab_size=257)
     task, code = load_task(training, directory)
-    # No data: what is built does not depend on it.
+    # No data, because the result of the build does not depend on them.
     data: Any = SimpleNamespace(train=SimpleNamespace(stages=(STAGE,)))
     return build_machinery(
         training, Opened(task, code, data, {}), plan, world, with_weights=True
@@ -164,7 +164,7 @@ def test_two_replicas_of_two_shards_train_like_four_shards_and_use_twice_the_mem
 
 
 def compare_after_a_flip(world: World, directory: Path) -> dict[str, Any]:
-    """What ranks of three copies say before and after a bit of rank 3 has flipped."""
+    """Return the results of ranks of three copies before and after a bit of rank 3 has flipped."""
     machinery = build(world, directory, {"shards": 2})
     train(machinery, world, steps=1)
     compare = build_comparison(machinery, Membership(world))
@@ -274,8 +274,8 @@ COMBINED = (
 
 
 def combine(world: World, directory: Path) -> dict[str, tuple[float, int]]:
-    """How far the gradients of each combination are from those of shards alone, and how many inputs of blocks
-    went to the host."""
+    """Return the distance of each combination's gradients from those of plain sharding, and the number of
+    block inputs that were moved to the host."""
     compiled, copy, left = nn.Module.compile, recomputation.copy_to_host, Counter[str]()
 
     def compile_plainly(self: nn.Module, **options: Any) -> None:

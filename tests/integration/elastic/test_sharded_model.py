@@ -59,7 +59,7 @@ TOLERANCES = {"bf16": 0.03, "fp16": 0.004}
 
 
 def train_sharded(world: World, directory: Path) -> dict[str, Any]:
-    """What a rank of two finds out about each case."""
+    """Return the findings of one of two ranks about each case."""
     return {name: _examine(world, directory, *case) for name, case in CASES.items()}
 
 
@@ -72,7 +72,7 @@ def _examine(
     plan = plan_model(training.model, base_directory=directory, vocab_size=257)
     task, code = load_task(training, directory)
     stage = Stage({})
-    # No data: what is built does not depend on it.
+    # No data, because the result of the build does not depend on them.
     data: Any = SimpleNamespace(train=SimpleNamespace(stages=(stage,)))
     machinery = build_machinery(
         training, Opened(task, code, data, {}), plan, world, with_weights=True
@@ -137,7 +137,7 @@ def test_a_sharded_model_starts_like_a_whole_one_and_sums_every_slot_in_fp32(
         for one in found:
             assert one["is_sharded"] and one["names"] == [] and one["changed"] == []
             assert one["types"] == ["torch.float32"]
-            # The first slot's gradients are cut already: no rank ever holds those of the whole model.
+            # The first slot's gradients are already sharded: no rank ever holds those of the whole model.
             assert len(set(one["held"])) == 1
             assert one["error"] < TOLERANCES.get(name, 1e-5)
         assert sum(one["held"][0] for one in found) == found[0]["size"]
@@ -212,7 +212,7 @@ def _losses(
             gradients.before_backward(is_last=slot == SLOTS - 1)
             with machinery.autocast():
                 loss = machinery.loss_of({INPUT_IDS: ids, LABELS: ids}, Stage({})).total
-            # Every rank computes all slots: the sum over ranks is twice that of one.
+            # Every rank computes all slots, so the sum over ranks is twice the sum of one rank.
             (loss / (2 * world.size * SLOTS * IDS.shape[1])).backward()
             gradients.after_backward()
             losses.append(float(loss.detach()))

@@ -62,7 +62,8 @@ class Tower(nn.Module):
 
 
 class Distilled:
-    """Two trained modules, two frozen ones that are cut, one that is whole, and tensors of two kinds kept."""
+    """Two trained modules, two sharded frozen modules, a whole frozen module, and kept tensors of two
+    types."""
 
     Options = Section
     metrics: Mapping[str, str] = {}
@@ -241,11 +242,11 @@ def test_sharded_modules_train_like_whole_ones(tmp_path: Path, size: int) -> Non
         assert found["trained"] < 1e-5 < 1e-3 < found["moved"]
         # Adam makes steps of one size: where gradients are nearly zero, products in bf16 turn some around.
         assert found["trained"] < found["mixed"] < 2.1 * STEPS * 1e-2
-        # Frozen modules are cut, too, but for the one that is called with other weights.
+        # Frozen modules are sharded, too, except for the module that is called with other weights.
         assert found["whole"] and all(
             n.startswith("frozen.target.") for n in found["whole"]
         )
-        # The hash of a frozen module says nothing of how it is held.
+        # The hash of a frozen module does not depend on how it is held.
         assert found["frozen"][0] == found["frozen"][1] == ranks[0]["frozen"][0]
         assert found["kept"] == ranks[0]["kept"]
         # torch remembers no pass of a module that no backward pass came through.
@@ -317,7 +318,7 @@ def test_a_checkpoint_of_several_modules_is_restored_by_other_numbers_of_process
 
 
 def alter(world: World, directory: Path) -> dict[str, Any]:
-    """What ranks of two copies say when rank 1's part of something has been altered."""
+    """Return the reports of ranks of two copies when rank 1's part was altered."""
     found = {}
     for what in ("frozen", "kept", "trained"):
         machinery = build(world, {**SHARDED, "shards": 2} if world.size > 2 else SHARDED)
@@ -343,14 +344,14 @@ def test_changes_on_one_rank_are_detected(tmp_path: Path) -> None:
     (first, second) = processes.values(
         processes.run_world(alter, size=2, directory=tmp_path / "two")
     )
-    # Only the rank that holds it can know of a frozen part; it leaves, and its group begins again.
+    # Only the rank that holds a frozen part can detect the change; it leaves, and its group forms again.
     assert "frozen" not in first and second["frozen"].startswith("HostError: ")
     assert (
         "the frozen modules teacher have changed since they were built" in second["frozen"]
     )
     for found in (first, second):
         assert "one of ranks 0 and 1 is wrong" in found["kept"]
-        # One copy: nobody else holds that part of the weight.
+        # One copy: no other rank holds that part of the weight.
         assert "trained" not in found
     ranks = processes.values(
         processes.run_world(alter, size=4, directory=tmp_path / "four")
@@ -361,7 +362,7 @@ def test_changes_on_one_rank_are_detected(tmp_path: Path) -> None:
 
 
 def alter_everywhere(world: World, directory: Path) -> dict[str, str]:
-    """What is said where every rank alters a frozen module, at the next stage and in a comparison."""
+    """Return the error when every rank alters a frozen module, at the next stage and in a comparison."""
     found = {}
     machinery = build(world, SHARDED)
     finish = build_finish(
@@ -540,7 +541,7 @@ def test_use_of_sharded_weights_as_whole_ones_is_refused_with_the_line(
 
 
 class Preferring(Distilled):
-    """A language model with a frozen one beside it, both as the file describes them."""
+    """A language model with a frozen model, both as described by the file."""
 
     def build(self, build_model: Any) -> Modules:
         return Modules({"model": build_model()}, {"reference": build_model()})
@@ -591,7 +592,7 @@ def test_a_frozen_copy_of_the_configured_model_has_its_weights_although_a_checkp
     )
     for found in ranks:
         assert all(one == ranks[0]["hashes"][0] for one in found["hashes"])
-        # It is a copy of what is trained, before the first step.
+        # It is a copy of the trained module before the first step.
         assert found["losses"] == [0.0, 0.0]
 
 

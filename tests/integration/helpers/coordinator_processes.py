@@ -200,10 +200,8 @@ def read_until_closed(connection: socket.socket) -> bytes:
 
 
 class Node:
-    """A node that answers correctly.
-
-    ``step`` grows while its group is whole only because nobody stops it.
-    """
+    """A node that answers correctly. ``step`` grows while its group is complete, because no message stops
+    it."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ def test_an_applied_run_gets_its_children_and_a_status(
         )
         assert operator.get("/healthz") == (200, "ok\n")
     asked = {path for _, path in api.server.requests}
-    # Trap 4: a namespaced operator asks for nothing of the whole cluster but what there is.
+    # Pitfall 4: a namespaced operator requests nothing of the whole cluster that it may not read.
     assert not [
         path
         for path in asked
@@ -103,7 +103,7 @@ def test_an_operator_that_restarts_with_unchanged_runs_writes_nothing_and_exits_
         operator.wait_ready()
         for number in range(30):
             api.create_run(f"r{number}")
-        # The pods that the first pass has made are counted a moment later, in a second write.
+        # The pods of the first pass are counted later, in a second write.
         wait_for(
             lambda: all(
                 "usagePods" in api.status(f"r{number}").get("memory", {})
@@ -185,7 +185,7 @@ def test_one_of_two_operators_writes_and_a_suspended_leader_never_writes_again(
             wait_for(lambda: 'run="r"' not in first.get("/metrics")[1], "no series of runs")
             assert 'run="r"' in second.get("/metrics")[1]
 
-            # When the second leaves, the first leads again, and knows what the second has made.
+            # When the second leaves, the first leads again, and has the objects that the second has created.
             second.signal(signal.SIGTERM)
             assert second.wait() == 0, second.text()
             left = len(api.server.writers)
@@ -266,7 +266,7 @@ def test_an_operator_that_starts_first_waits_for_the_api_server(
         wait_for(lambda: "waiting for the API server" in operator.text(), "its report")
         assert operator.get("/healthz") == (200, "ok\n")
         assert operator.get("/readyz")[0] == 503
-        # One that is starting refuses what it will allow.
+        # A starting server refuses requests that it will allow later.
         api.server.is_starting = True
         api.come_back()
         wait_for(lambda: "still starting" in operator.text(), "its second report")
@@ -341,7 +341,7 @@ def settings(**more: str) -> OperatorSettings:
 
 
 def in_one_process(tmp_path: Path, story: Any, **options: str) -> None:
-    """``story`` with a server and a service whose token stands in a file."""
+    """Run ``story`` with a server, and a service whose token is in a file."""
     import certifi
 
     async def main() -> None:
@@ -480,7 +480,7 @@ def test_three_quiet_minutes_after_a_killed_pod_leave_the_operator_healthy(
         )
         await until(lambda: "a-1-1" in pods_of(server.store))
         run_pods(server.store)
-        # Whatever has been written is shown by the watches a moment later; then nothing more is owed.
+        # Each written object is shown by the watches a little later; then nothing more is expected.
         await until(lambda: max(service.cache.expectations.lag().values()) == 0.0)
         ahead[0] = 180.0
         assert service.vitals.find_stall() is None

@@ -44,7 +44,7 @@ def render(**values: Any) -> list[dict[str, Any]]:
 
 
 def configure(objects: list[dict[str, Any]], **server: Any) -> Configuration:
-    """What the operator makes of them for a Prometheus that selects LABELS."""
+    """Return the operator's configuration for a Prometheus that selects LABELS."""
     described = prometheus.describe_server(LABELS, interval="1s", **server)
     return prometheus.configure(described, objects, namespaces=NAMESPACES)
 
@@ -195,7 +195,7 @@ def serve_gauge(name: str, **labels: str) -> MetricsServer:
 
 @pytest.fixture
 def endpoints() -> Iterator[dict[str, int]]:
-    """Ports by what is served there."""
+    """Ports by served content."""
     served = {
         "node": serve_gauge("evergrad_step", run="docs-lm"),
         "coordinator": serve_gauge("evergrad_run_generation"),
@@ -221,7 +221,7 @@ def test_prometheus_scrapes_live_nodes_coordinators_and_operators_with_run_label
             {"join": 1, "status": endpoints["coordinator"]},
             labels={**OF_RUN, "evergrad.dev/role": "coordinator"},
         ),
-        # One that has ended, one of another role, one of somebody else.
+        # A pod that has ended, a pod with another role, and a pod of another owner.
         make_pod("team-a", "docs-lm-1-0", other, phase="Succeeded", labels=node),
         make_pod(
             "team-a", "e", other, labels={**OF_RUN, "evergrad.dev/role": "evaluation"}

@@ -38,7 +38,7 @@ from evergrad_trainer.worker.liveness import WorkerHeartbeat
 
 RUN = {"run_namespace": "team-a", "run": "docs-lm"}
 DOCUMENTS = Path(__file__).parents[3] / "docs"
-# What nothing in this small world does: no process or pod is lost while somebody looks.
+# Series that do not exist in this small setup: no process or pod is lost during the test.
 WITHOUT_DATA = {
     "evergrad-run: World changes",
     "evergrad-run: Pods replaced",
@@ -87,7 +87,8 @@ def find(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
 def build_job(
     name: str, endpoint: dict[str, Any], targets: list[tuple[int, dict[str, str]]]
 ) -> dict[str, Any]:
-    """What Prometheus Operator makes of a monitor's endpoint; discovery is replaced by its result."""
+    """Return Prometheus Operator's configuration of a monitor's endpoint; discovery is replaced by its
+    result."""
     rules = [
         {"source_labels": ["__meta_kubernetes_namespace"], "target_label": "namespace"},
         {"source_labels": ["__meta_kubernetes_pod_name"], "target_label": "pod"},
@@ -287,7 +288,7 @@ def watched(
     objects: list[dict[str, Any]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Prometheus, World]]:
-    """Prometheus with the chart's rules, and what it scrapes."""
+    """Prometheus with the chart's rules, and the series that it scrapes."""
     import synthetic_run
 
     folder = tmp_path_factory.mktemp("prometheus")

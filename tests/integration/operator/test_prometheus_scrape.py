@@ -181,7 +181,7 @@ def test_prometheus_scrapes_the_values_and_answers_the_documented_queries(
     prometheus.wait_for("evergrad_tokens_total", 60 * 8192)
     prometheus.wait_for('evergrad_loss{split="eval"}', 2.5)
     prometheus.wait_for("count(evergrad_info)", 1)
-    # The last thing that was told: a scrape may fall between two of them.
+    # The newest value: a scrape may come between two updates.
     prometheus.wait_for("evergrad_checkpoint_last_step", 60)
     queries = [
         query.expression
@@ -190,7 +190,7 @@ def test_prometheus_scrapes_the_values_and_answers_the_documented_queries(
     ]
     assert len(queries) >= 5
     for query in queries:
-        # A comparison has no result where it does not hold; without it there is one.
+        # A comparison has no result if it is false; without it there is a result.
         assert prometheus.query(query.partition(" > ")[0]), query
     exporter.event(Event(EventType.END, time.time(), 60, 1, {"exit_code": 0}))
     prometheus.wait_for("evergrad_exit_code", 0)

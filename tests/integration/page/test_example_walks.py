@@ -42,7 +42,7 @@ def test_the_walkthrough_of_the_python_documentation_runs_as_written_except_for_
 ) -> None:
     # Fewer steps than a reader would want to watch.
     replace(copy / "examples/pydoc/trainingrun.yaml", "steps: 300", "steps: 30")
-    # `make run` is the second block in other words; the kill is the next test's.
+    # `make run` equals the second block; the next test kills the process.
     make, train, kill, *others = read_blocks("examples/pydoc/README.md")
     assert make.startswith("make run") and kill.startswith("kill -9 ")
     # Sums of two nodes and of one are rounded differently: the comparison may find a step that differs.
@@ -72,7 +72,7 @@ def read_rows(copy: Path) -> list[dict[str, Any]]:
 def test_a_run_killed_as_on_the_page_resumes_at_its_newest_checkpoint(
     copy: Path,
 ) -> None:
-    # The page's pgrep finds such runs of the whole machine. In a namespace of processes there are no others.
+    # The page's pgrep finds such runs on the whole machine. In a pid namespace there are no others.
     alone = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
     alone += [] if os.geteuid() == 0 else ["--map-root-user"]
     if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode != 0:
@@ -83,7 +83,7 @@ def test_a_run_killed_as_on_the_page_resumes_at_its_newest_checkpoint(
     _, train, kill, *_ = read_blocks("examples/pydoc/README.md")
     write, run = train.splitlines()
 
-    # In a file, so that no shell has among its words what pgrep looks for.
+    # In a file, so that pgrep's pattern is not in the arguments of a shell.
     saved = "runs/pydoc-lm/checkpoints/step-10"
     (copy / "rude.sh").write_text(
         f"{write}\n{run} &\nuntil [ -d {saved} ]; do kill -0 $!; sleep 0.05; done\n"

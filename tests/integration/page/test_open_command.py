@@ -170,7 +170,7 @@ except KeyboardInterrupt:
 
 @contextlib.contextmanager
 def _opened(*, is_ignored: bool) -> Iterator[subprocess.Popen[str]]:
-    """A process that shows a file until it is asked to end; it has ended behind this."""
+    """Run a process that shows a file until it is requested to end; it has ended after the block."""
     command_line = [sys.executable, "-c", OPEN.replace("IS_IGNORED", str(is_ignored))]
     with subprocess.Popen(command_line, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -286,7 +286,7 @@ def test_a_run_directory_opens_the_page_of_its_coordinator(
         assert main(["open", str(tmp_path)]) == 0
     assert opened == [one.url]
     assert capsys.readouterr().out == f"page {one.url}\n"
-    # One that is gone has left its file behind where it was killed.
+    # A process that is gone has left its file behind because it was killed.
     assert main(["open", str(tmp_path)]) == 64
 
 
@@ -312,7 +312,7 @@ def test_another_run_at_the_port_of_a_killed_coordinator_is_not_shown(
 ) -> None:
     def answer(server: StatusServer, path: str, *, is_read: bool) -> HttpResponse:
         headers = {} if answered is None else {INSTANCE_HEADER: answered}
-        # One that is not well shows what it still knows.
+        # An unhealthy process shows the state that it still has.
         return HttpResponse(status, "text/plain", "ok\n", headers)
 
     monkeypatch.setattr(StatusServer, "_page", answer)

@@ -43,7 +43,7 @@ def find_free_port() -> str:
 def in_a_terminal_of_its_own(
     script: str, folder: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A block that ends by itself once the others are done; whatever is left of it is killed."""
+    """Run a block that ends by itself after the others; kill its remaining processes."""
     with (folder / "terminal.log").open("wb") as log:
         process = subprocess.Popen(
             ["bash", "-c", f"set -e\n{script}"],
@@ -129,8 +129,11 @@ def clone(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> dict[str, str]:
-    """The environment of a shell with a virtual environment that has what an index would give, and nothing of
-    Evergrad. pip asks no index: what it cannot find, no index carries."""
+    """Return the environment of a shell with a virtual environment that contains the packages of an index,
+    but not Evergrad.
+
+    pip uses no index, so it fails for missing packages.
+    """
     venv, index = tmp_path / "venv", tmp_path / "index"
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
     # Where Python brings setuptools with it, it may be older than what an isolated build would fetch.

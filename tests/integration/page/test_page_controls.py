@@ -1,4 +1,5 @@
-"""The controls and the words of a run's page in a real browser: smoothing, axes, a second run, the end, the tab."""
+"""The controls and texts of a run's page in a real browser: smoothing, axes, a second run, the end, the
+tab."""
 
 import json
 from collections.abc import Iterator
@@ -128,7 +129,7 @@ def test_a_second_run_is_drawn_from_its_file_over_the_first(
     )
     assert names == ["docs-lm", "metrics.jsonl"]
     assert last == 1.5 and own == 200
-    # The first run goes on, and the file has gone nowhere.
+    # The first run continues, and the file is still there.
     site.train(5)
     wait(
         browser,

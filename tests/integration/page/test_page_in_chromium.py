@@ -30,7 +30,8 @@ def site(browser: Browser) -> Iterator[Site]:
     one = Site()
     with one.serving():
         yield one
-        # Left before its server is: a page that is away from its coordinator says so on the console.
+        # Leave the page before its server stops: a page without its coordinator writes messages to the
+        # console.
         browser.open("about:blank")
     browser.log("browser")
 
@@ -49,7 +50,8 @@ def figure(browser: Browser, title: str) -> str:
 
 
 def requested(browser: Browser) -> list[str]:
-    """Addresses that were asked for since the last call, but for the browser's own page of a new tab."""
+    """Return the addresses that were requested since the last call, except for the browser's own new-tab
+    page."""
     return [one for one in browser.requested() if not one.startswith(("chrome:", "data:"))]
 
 
@@ -90,7 +92,7 @@ def test_the_page_shows_the_run_and_loads_nothing_else(
         == 3
     )
     assert "400" in text_of(browser, "checkpoints")
-    # Three nodes trained for 400 seconds, and the page says what else their time was.
+    # Three nodes trained for 400 seconds, and the page shows how the other time was used.
     uses = browser.run(
         "return [...document.querySelectorAll('#uses tbody tr')]"
         ".map(one => [...one.children].map(cell => cell.textContent))"
@@ -155,7 +157,7 @@ def test_curves_and_buttons_can_be_used_by_keyboard(browser: Browser, site: Site
         browser.run("return document.getElementById('log').getAttribute('aria-pressed')")
         == "true"
     )
-    # A page that pauses stands still, and goes on with all that came meanwhile.
+    # A paused page does not change, and then shows everything that arrived meanwhile.
     browser.run("document.getElementById('pause').click()")
     site.train(50)
     browser.run("document.getElementById('pause').click()")
@@ -246,7 +248,7 @@ def test_on_other_addresses_than_loopback_the_page_asks_for_the_token(
         )
         assert browser.run("return sessionStorage.length") == 0
         browser.log("browser")
-        # The one behind the address's # leaves it at once, and lasts for the tab.
+        # The token after the address's # is removed immediately, and is valid for the tab.
         browser.open("about:blank")
         browser.open(f"{one.url}#token={one.token}")
         wait(browser, "document.title.includes('step 10')")
@@ -353,7 +355,7 @@ def test_names_of_javascript_properties_and_nested_names_get_their_plots(
         assert {*NAMES_OF_OBJECTS, *(f"Evaluation: {n}" for n in NAMES_OF_OBJECTS)} <= {
             *titles
         }
-        # It goes on with the run.
+        # It continues with the run.
         one.train(5)
         wait(browser, "document.title.includes('step 25')")
         assert text_of(browser, "link").lower() == "live"
@@ -373,7 +375,7 @@ def test_a_faulty_update_is_not_shown_as_a_lost_connection(
     wait(browser, "document.getElementById('link').textContent.startsWith('an update')")
     (logged,) = browser.log("browser")
     assert "RangeError" in logged["message"]
-    # The connection stands, and later updates are shown.
+    # The connection stays open, and later updates are shown.
     site.train(5)
     wait(browser, "document.title.includes('step 25')")
     assert [one for one in requested(browser) if one.endswith("live")] == [

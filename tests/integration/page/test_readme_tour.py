@@ -15,7 +15,7 @@ from evergrad_cli.main import build_whole_parser
 
 
 def read_tour() -> list[tuple[str, int]]:
-    """The commands of the tour, each with the exit code its comment announces (0 where it says none)."""
+    """The commands of the tour, each with the exit code in its comment (0 without a comment)."""
     section = (ROOT / "README.md").read_text("utf-8").split("## A tour", 1)[1]
     block = re.search(r"```sh\n(.*?)```", section, re.DOTALL)
     assert block is not None
@@ -47,7 +47,7 @@ def test_the_readme_tour_works_in_order_and_each_command_ends_as_its_comment_sta
         tmp_path / "examples",
         ignore=shutil.ignore_patterns("documents.jsonl"),
     )
-    # What `activate` does, for the environment the tests run in.
+    # Return the effect of `activate` for the environment of the tests.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
     output: dict[str, str] = {}
@@ -70,7 +70,7 @@ def test_the_readme_tour_works_in_order_and_each_command_ends_as_its_comment_sta
 
 
 def check_what_the_tour_left(runs: Path) -> None:
-    """The stopped run went on at its next step and is complete; exported weights and reports are there."""
+    """The stopped run continued at its next step and is complete; exported weights and reports exist."""
     rows = [
         line
         for line in (runs / "tour/metrics.jsonl").read_text("utf-8").splitlines()

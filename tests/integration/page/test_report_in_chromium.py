@@ -30,7 +30,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
-    """URL of a report on loopback, and the paths that are asked for."""
+    """Serve a report on loopback; yield its URL and the requested paths."""
     directory = tmp_path_factory.mktemp("run")
     _write_run(directory)
     write_report(directory)
@@ -149,7 +149,7 @@ def test_nothing_overflows_at_any_width(
         width,
         width,
     ]
-    # Each plot is a chart, and none of its pictures is there beside it.
+    # Each plot is a chart, and none of the pictures is shown.
     charts = shown(browser, ".uplot")
     assert len(charts) == NUM_PLOTS
     assert shown(browser, "svg.plot") == []

@@ -1,4 +1,4 @@
-"""The walk through examples/latent-edit: its commands do what its words say."""
+"""The walk through examples/latent-edit: its commands have the described results."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The walk through examples/preference: its commands do what its words say."""
+"""The walk through examples/preference: its commands have the described results."""
 
 import json
 import shutil
@@ -20,6 +20,6 @@ def test_the_walkthrough_of_preferences_runs_as_written(tmp_path: Path) -> None:
         .read_text("utf-8")
         .splitlines()
     ]
-    # Short answers are preferred, to words that the run has not seen.
+    # Short answers are preferred for words that the run has not seen.
     assert rows[0]["metrics"]["margin"] == 0.0
     assert rows[-1]["metrics"]["accuracy"] >= 0.9

@@ -1,4 +1,4 @@
-"""The walk through examples/two-stage-kl: its commands do what its words say."""
+"""The walk through examples/two-stage-kl: its commands have the described results."""
 
 import json
 import shutil

@@ -50,7 +50,8 @@ def export(experiment: Experiment, name: str, *arguments: str, to: str = "") -> 
 
 
 def generate(directory: Path, prompt: str, **options: Any) -> list[int]:
-    """What plain transformers generates behind ``prompt``, with the settings of the directory alone."""
+    """Return the text that plain transformers generates after ``prompt``, with only the directory's
+    settings."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -119,7 +120,7 @@ DOCUMENT_END, TURN_END = 256, 257
 
 @pytest.fixture
 def chats(experiment: Experiment) -> Experiment:
-    """Rows of one conversation, and a tokenizer of bytes whose template ends a turn with a token of its own."""
+    """Rows of one conversation, and a byte tokenizer whose template ends a turn with a special token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,6 +1,5 @@
-"""The recipe of edits: killed, resumed and stopped it goes on to the bits of an undisturbed run; states that
-are kept give the bits of those that are made in each step; what is wrong is refused before anything is
-trained."""
+"""The recipe of edits: a killed, resumed or stopped run has the same bits as an undisturbed run; stored
+states give the same bits as newly computed states; invalid input is refused before the training."""
 
 import json
 from collections.abc import Callable
@@ -45,7 +44,7 @@ def write(
 
 @pytest.fixture(scope="module")
 def whole(make_experiment: Callable[[], Experiment]) -> Experiment:
-    """Its directory ``undisturbed`` holds a run that nobody disturbed."""
+    """Its directory ``undisturbed`` contains an undisturbed run."""
     experiment = make_experiment()
     write(experiment)
     experiment.run(directory="undisturbed")
@@ -74,8 +73,8 @@ def test_training_improves_on_the_trivial_baselines(whole: Experiment) -> None:
     directory = whole.at("undisturbed")
     rows = curve(directory)
     assert sorted(rows) == list(range(1, STEPS + 1)) and checkpoints(directory)[-1] == STEPS
-    # The predictor begins as the first baseline, and is better than it soon: on the items of each of the last
-    # steps, and by 7 % of their loss, many times what is left of the first four.
+    # The predictor begins as the first baseline and soon improves: on the items of each of the last steps, by
+    # 7 % of their loss, many times the rest after the first four steps.
     gains = [1 - row["loss"] / row["metrics"]["unchanged_loss"] for row in rows.values()]
     assert gains[0] == pytest.approx(0, abs=1e-4)
     assert min(gains[8:]) > 0 and mean(gains[8:]) > 0.07 and abs(mean(gains[:4])) < 0.03

@@ -78,12 +78,12 @@ def test_a_node_with_another_corpus_is_refused_and_the_run_continues(
     held = fault("hold", "report", node=0, step=2, name="held")
     cluster = make_elastic(edits, expect=1).start(faults=[held])
     cluster.until_held()
-    # At the same path, so that nothing but the content differs: as on a host with a disk of its own.
+    # At the same path, so that only the content differs, as on a host with a separate disk.
     corpus, aside = edits.path / "corpus", edits.path / "aside"
     corpus.rename(aside)
     try:
         write_corpus(corpus, train=5)
-        # Nor has it the run's directory, where the data are recorded.
+        # It does not have the run's directory either, which records the data.
         other = cluster.start_node(1, directory=edits.path / "elsewhere")
         assert other.wait() != 0, cluster.describe()
         assert "fingerprint.data" in other.said(), other.said()

@@ -1,5 +1,5 @@
-"""Adapters beside a stored model, with an average of them and noise on the embeddings: saved, resumed, computed
-by several processes and handed to nodes that come late, with the bits of an undisturbed run of one process."""
+"""Adapters for a stored model, with their average and noise on the embeddings: saved, resumed, computed by
+several processes and sent to joining nodes, with the bits of an undisturbed run in one process."""
 
 import json
 from collections.abc import Callable
@@ -41,7 +41,7 @@ LORA: dict[str, Any] = {
 
 
 def write_lora(experiment: Experiment, **changes: Any) -> None:
-    """A stored model with fewer ids than the tokenizer has, and a run of adapters beside it."""
+    """Write a stored model with fewer ids than the tokenizer, and a run that trains adapters for it."""
     from evergrad_manifest.training import Model
     from evergrad_trainer.models.build import build_model, plan_model
 

@@ -1,5 +1,5 @@
-"""A task of the user's own, examples/custom: elastic as any other, and never trained in two
-versions at once."""
+"""A user's task, examples/custom: elastic like any other, and never trained in two versions at the same
+time."""
 
 import json
 import shutil
@@ -242,8 +242,7 @@ class Observed(Averaged):
 def test_an_observer_of_the_task_survives_the_loss_of_rank_0_and_stops_the_run_for_all(
     own: Experiment, make_own: Callable[..., Cluster]
 ) -> None:
-    """Rank 0 is killed, and comes again: the stop comes after the step that follows the ninth that anybody
-    has counted."""
+    """Rank 0 is killed, and returns: the stop follows the step after the ninth counted step."""
     (own.path / "averaged.py").write_text(OBSERVING, "utf-8")
     try:
         own.write(elastic_recipe(**{**OWN, "recipe": "averaged:Observed"}))
@@ -331,7 +330,8 @@ def test_several_modules_can_be_sharded_stopped_resumed_by_more_processes_and_ex
     assert {"kept.centre", "head.weight", "optimizer.head.weight.exp_avg"} < cut.keys()
     assert not any(name.startswith("reference") for name in cut)
     for name, value in whole.items():
-        # Adam divides by what may be small: where a second moment is nearly zero, rounding shows.
+        # Adam divides by values that may be small: if a second moment is nearly zero, rounding becomes
+        # visible.
         assert (value - cut[name]).abs().max() < 1e-3, name
     losses = [
         [row["loss"] for row in read_lines(experiment.at(name) / "evaluation.jsonl")]

@@ -1,5 +1,5 @@
-"""Pretraining on documents that see nothing of each other: elastic and resumable as any run, and refused where
-the model cannot do it."""
+"""Pretraining on documents that do not attend to each other: elastic and resumable like any run, and refused
+if the model cannot do it."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""The recipe of preferences: elastic and resumable as any other, beside the reference that it began with."""
+"""The recipe of preferences: elastic and resumable like any other, with the reference that it began with."""
 
 import json
 import math
@@ -64,7 +64,7 @@ def metrics(directory: Path) -> list[Any]:
 
 
 def evaluations(directory: Path) -> dict[tuple[int, str], Any]:
-    """What was measured by step and set; of a step that was evaluated twice the last."""
+    """Return the evaluations by step and set; of a step that was evaluated twice, the last."""
     rows = read_lines(directory / "evaluation.jsonl")
     return {
         (row["step"], row["name"]): [row["loss"], row["tokens"], row["metrics"]]
@@ -93,7 +93,7 @@ def test_a_run_starts_at_its_reference_and_learns_to_prefer(whole: Experiment) -
         found = row["metrics"]
         rewards = found["chosen_reward"] - found["rejected_reward"]
         assert found["margin"] == pytest.approx(rewards, abs=1e-6)
-        # Pairs are what weighs; the tokens are those of both rows of each.
+        # The weight counts pairs; the tokens are those of both rows of each pair.
         assert row["valid_tokens"] == 6 and row["tokens"] == 6 * 2 * 48
     held_out = evaluations(whole.at("undisturbed"))
     assert {step for step, _ in held_out} == {4, 8, STEPS}
@@ -293,7 +293,7 @@ def test_a_run_keeps_its_first_reference_while_the_referenced_run_trains_on(
     write(experiment, initFrom={"path": "runs/first", "step": 3})
     experiment.run(directory="undisturbed")
 
-    # Killed before its first checkpoint, and stopped behind it, while the other run has newer ones.
+    # Killed before its first checkpoint, and stopped after it, while the other run has newer checkpoints.
     write(experiment, initFrom={"path": "runs/first"})
     kill = fault_here("step", call=3, action="SIGKILL", to="command")
     experiment.run(directory="kept", expect=None, faults=[kill])
@@ -307,7 +307,7 @@ def test_a_run_keeps_its_first_reference_while_the_referenced_run_trains_on(
     record = json.loads((experiment.at("kept") / "run.json").read_text())
     assert record["begunFrom"]["checkpoint"] == "step-3"
 
-    # It is evaluated beside that one, too.
+    # It is also evaluated with that reference.
     run = experiment.at("kept")
     command = experiment.command("evaluate", str(run), "--json").expect(DONE)
     (row,) = json.loads(command.out)["results"]
@@ -329,7 +329,7 @@ def test_a_run_keeps_its_first_reference_while_the_referenced_run_trains_on(
 def test_a_run_that_continues_the_state_of_another_keeps_its_reference(
     base: Experiment, first: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    """Whichever way the first run names it, and also over a run that itself goes on with another."""
+    """In any way that the first run names it, and also through a run that itself continues another run."""
     name = request.node.callspec.id
     write(base, **first)
     base.run(directory=f"first-{name}")
@@ -393,7 +393,7 @@ def test_the_manifest_can_name_another_reference(base: Experiment) -> None:
 def test_a_joining_node_reads_the_reference_that_the_manifest_names(
     make_elastic: MakeCluster, base: Experiment
 ) -> None:
-    """Neither the weights that the run begins with nor those that a member has by now."""
+    """Neither the initial weights of the run nor the current weights of a member."""
     own = {**PAIRS["preference"], "reference": "runs/other"}
     write(base, initFrom={"path": "runs/base"}, preference=own)
     base.run(directory="named")
@@ -426,7 +426,7 @@ def test_a_run_does_not_continue_with_another_reference(base: Experiment) -> Non
     assert "Restore what they are made from" in err
     assert checkpoints(base.at("swapped")) == before
 
-    # The same content again, and it goes on.
+    # With the same content again, it continues.
     shutil.rmtree(place)
     shutil.copytree(base.path / "exported-base", place)
     base.run(directory="swapped")
@@ -450,7 +450,7 @@ def test_a_reference_that_computes_another_function_is_refused_by_its_key(
         assert "the weights would compute another function" in refused.err
         assert not (base.at(f"{command}-{directory}") / "run.json").exists()
 
-    # What changes nothing is listed; ids that an export has set are no difference.
+    # Differences without effect are listed; ids that an export has set are not differences.
     write(base, preference=own, model={"config": {**MODEL, "attention_dropout": 0.1}})
     few = ("--stop-after-steps", "1")
     accepted = base.run(*few, directory=f"same-{directory}", expect=STOPPED_SAVED)

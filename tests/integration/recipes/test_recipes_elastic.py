@@ -1,5 +1,5 @@
-"""Every recipe while nodes leave, die and come: whatever happens to one of two nodes, the bits are those of a run
-that nothing happened to."""
+"""Every recipe while nodes leave, die and join: whatever happens to one of two nodes, the bits equal those of
+an undisturbed run."""
 
 import signal
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def test_a_drain_a_join_and_a_kill_of_the_remaining_node_change_no_bit(
     assert cluster.nodes[1].wait() == STOPPED_SAVED
 
     cluster.until_held("held-6")
-    # It stands still in its second step, in which the other is killed: the state is then in the newcomer alone.
+    # It is paused in its second step, in which the other is killed: only the joining node then has the state.
     second = [fault("hold", "update", node=2, call=2, name="joined")]
     cluster.start_node(2, faults=second)
     cluster.until_planned("node 2 joined")
@@ -173,7 +173,7 @@ def test_a_node_with_other_recipe_settings_does_not_join_and_the_run_continues(
         faults=[fault("hold", "report", node=0, step=2, name="held")]
     )
     cluster.until_held()
-    # In the run's own directory what stands there would refuse it, before the coordinator is asked.
+    # In the run's own directory, the existing files would refuse it before the coordinator is contacted.
     stranger = cluster.start_node(1, sets=[change], directory=whole.path / "elsewhere")
     assert stranger.wait() == INTERNAL, cluster.describe()
     assert "fingerprint.configuration" in stranger.said(), stranger.said()

@@ -1,5 +1,5 @@
-"""Every recipe through stops, kills and resumes: it goes on to the bits of a run that nothing happened to, and does
-not go on with other data or as another recipe."""
+"""Every recipe through stops, kills and resumes: it has the same bits as an undisturbed run, and does not
+continue with other data or as another recipe."""
 
 import json
 from collections.abc import Callable
@@ -61,10 +61,10 @@ def test_a_run_stopped_and_killed_repeatedly_ends_bit_equal_to_an_undisturbed_ru
         "what was measured belongs to the state"
     )
 
-    # In the update of step 10, and in the save behind it.
+    # In the update of step 10, and in the save after it.
     run(expect=-9, faults=[fault("update", call=2, action="SIGKILL", to="command")])
     run(expect=-9, faults=[fault("shard", call=1, action="SIGKILL", to="command")])
-    # The save goes on beside training: a quick machine trains further steps before the kill.
+    # The save runs during the training: a fast machine trains further steps before the kill.
     steps = steps_of(directory)
     assert steps[:12] == [*range(1, 8), 8, 8, 9, 9, 10]
     assert steps[12:] == list(range(11, 11 + len(steps[12:])))

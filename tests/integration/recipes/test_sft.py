@@ -44,7 +44,7 @@ def tuned(make_experiment: Callable[[], Experiment]) -> Iterator[Experiment]:
 
 
 def evaluations(directory: Path) -> dict[tuple[int, str], Any]:
-    """What was measured by step and set; of a step that was evaluated twice the last."""
+    """Return the evaluations by step and set; of a step that was evaluated twice, the last."""
     rows = read_lines(directory / "evaluation.jsonl")
     return {(row["step"], row["name"]): [row["loss"], row.get("metrics")] for row in rows}
 

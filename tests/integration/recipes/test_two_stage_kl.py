@@ -1,5 +1,5 @@
-"""The recipe of two stages: killed anywhere around its boundary, resumed, and in worlds of every size, it goes
-on to the bits of an undisturbed run, beside the same reference."""
+"""The recipe of two stages: killed anywhere around its boundary, resumed, and in worlds of every size, it has
+the same bits as an undisturbed run, with the same reference."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ from run_helpers import (
 )
 
 BOUNDARY, STEPS = 5, 10
-"""Steps of 64 tokens: the second stage begins with the first step that starts at or behind 300."""
+"""Steps of 64 tokens: the second stage begins with the first step that starts at 300 tokens or later."""
 
 
 def two_stages(**changes: Any) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def write(experiment: Experiment, **changes: Any) -> None:
 
 @pytest.fixture(scope="module")
 def whole(make_experiment: Callable[[], Experiment]) -> Experiment:
-    """Its directory ``undisturbed`` holds a run that nobody disturbed."""
+    """Its directory ``undisturbed`` contains an undisturbed run."""
     experiment = make_experiment()
     write(experiment)
     experiment.run(directory="undisturbed")
@@ -275,11 +275,11 @@ def test_without_the_checkpoint_of_the_boundary_a_resume_is_refused(
 def test_another_checkpoint_in_place_of_the_boundary_checkpoint_is_refused(
     make_experiment: Callable[[], Experiment],
 ) -> None:
-    """It is whole and of this run and step; only its weights are others, and only the hash can tell."""
+    """It is complete and belongs to this run and step; only its weights differ, which only the hash shows."""
     experiment = make_experiment()
     write(experiment)
     experiment.run("--stop-after-steps", "8", directory="stopped", expect=STOPPED_SAVED)
-    # An override is no part of the recipe: what it trains has the same identity.
+    # An override is not a part of the recipe, so its checkpoints have the same identity.
     write(experiment, overrides=[{"fromStep": 2, "learningRate": 1e-4}])
     experiment.run("--stop-after-steps", "6", directory="other", expect=STOPPED_SAVED)
     write(experiment)

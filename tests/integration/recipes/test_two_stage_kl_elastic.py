@@ -1,4 +1,4 @@
-"""The recipe of two stages while nodes are lost and come: nobody trains beside another reference."""
+"""The recipe of two stages while nodes are lost and join: no node trains with another reference."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from run_helpers import Experiment, checkpoints, curve, events, write_documents
 
 MakeCluster = Callable[..., Cluster]
 BOUNDARY = 6
-"""Steps of 96 tokens: the second stage begins with the first that starts at or behind 500."""
+"""Steps of 96 tokens: the second stage begins with the first step that starts at 500 tokens or later."""
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_a_node_that_joins_in_the_second_stage_gets_the_same_reference(
     held = fault("hold", "slot", node=0, step=BOUNDARY + 3, name="held")
     cluster = make_elastic(two_stages, expect=1).start(faults=[held])
     cluster.until_held()
-    # What it needs comes from the member that has it: the volume may be slow, or gone.
+    # It receives its reference from the member that has it, because the volume may be slow or gone.
     kept = cluster.directory / "checkpoints" / f"step-{BOUNDARY}"
     kept.rename(cluster.directory / "away")
     cluster.start_node(1)

@@ -67,7 +67,8 @@ def save_two_steps(
         store=open_store(directory, medium=Medium(faults=hook, block_bytes=mmap.PAGESIZE)),
     )
     if permanent:
-        # A rolling one beside it: without any, retention would have nothing to remove, and no point.
+        # Add a rolling checkpoint: without any, retention would have nothing to remove, so the kill point
+        # would not occur.
         manager.save(50, state_of(50), extra={"step": 50, "permanent": True}, wait=True)
     manager.save(100, state_of(100), extra={"step": 100}, wait=True)
     hook.is_armed = True
@@ -79,7 +80,7 @@ def save_two_steps(
 
 
 def restart(world: World, directory: Path) -> dict[str, Any]:
-    """What a new start finds; then it goes on and saves step 300."""
+    """Return the state that a new start finds; then it continues and saves step 300."""
     events: list[Any] = []
     manager = CheckpointManager(
         directory,

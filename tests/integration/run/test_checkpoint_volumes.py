@@ -105,7 +105,7 @@ def test_a_full_volume_under_two_processes_fails_the_save_on_both(
 ) -> None:
     scratch = (
         small_volume.parent / "world"
-    )  # not on the volume: what a rank says may not fit while the other still saves
+    )  # not on the volume: a rank's output may not fit while the other still saves
     pids = processes.start_world(
         save_on, size=2, directory=small_volume / "checkpoints", scratch=scratch
     )

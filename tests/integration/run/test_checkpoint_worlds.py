@@ -434,8 +434,8 @@ def test_if_one_rank_cannot_read_a_checkpoint_all_ranks_fall_back_together(
 
 
 def load_without_a_volume(world: World, directory: Path) -> Any:
-    """Only rank 0 sees the volume, which is slow; what each rank loaded, and how often rank 0 said that it
-    goes on."""
+    """Only rank 0 sees the volume, which is slow. Return what each rank loaded, and how often rank 0 reported
+    progress."""
     manager, _ = make_manager(
         world, directory if world.is_main else directory / "not-mounted"
     )
@@ -477,7 +477,7 @@ def test_one_rank_reads_a_checkpoint_and_the_others_need_no_volume(tmp_path: Pat
 
 
 def stall(world: World, directory: Path) -> str:
-    """The volume stands still while rank 0 validates."""
+    """The volume hangs while rank 0 validates."""
     manager, _ = make_manager(world, directory)
     reader = manager._store.reader
     reader.validate = lambda name, **options: threading.Event().wait()  # type: ignore[method-assign, assignment, return-value]

@@ -57,7 +57,7 @@ def write_stages(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Converted:
-    """What a page's file needs to run here, and how far it runs."""
+    """The requirements of a page's file to run here, and its number of steps."""
 
     data: Callable[[Path], Any]
     changes: dict[str, Any]
@@ -173,7 +173,7 @@ def test_the_train_config_of_chemlactica_behaves_as_documented(
     text = (directory / "run.json").read_text("utf-8")
     assert all(f'"{name}"' in text for name in ("attention_dropout", "betas", "clipNorm"))
 
-    # Dropout and bf16 are there in what is computed.
+    # Dropout and bf16 are effective in the computation.
     def first_step(name: str, **changes: Any) -> dict[str, Any]:
         experiment.write(recipe(**merge(CHEMLACTICA, changes)), name=name)
         experiment.run("--stop-after-steps", "1", name=name, expect=STOPPED_SAVED)

@@ -1,4 +1,5 @@
-"""``evergrad evaluate``: the same bits as the run's own evaluation, cut and resumed, beside a living run."""
+"""``evergrad evaluate``: the same bits as the run's own evaluation, interrupted and resumed, and during a
+run."""
 
 import json
 import os
@@ -57,12 +58,12 @@ def trained(make_experiment: Callable[[], Experiment]) -> Experiment:
 
 @pytest.fixture
 def finished(trained: Experiment, request: pytest.FixtureRequest) -> Path:
-    """A complete run of the test's own, in a directory of its own beside the prepared data."""
+    """A complete run of the test, in a separate directory next to the prepared data."""
     return Path(shutil.copytree(trained.at(), trained.at(request.node.name)))
 
 
 def own_rows(directory: Path) -> list[tuple[int, str, float, int]]:
-    """What the run itself has measured."""
+    """Return the run's own evaluations."""
     rows = read_lines(directory / "evaluation.jsonl")
     return sorted((row["step"], row["name"], row["loss"], row["tokens"]) for row in rows)
 
@@ -147,7 +148,7 @@ def test_watch_evaluates_each_checkpoint_of_a_training_run_despite_a_kill(
     experiment: Experiment,
 ) -> None:
     write(experiment, checkpoint={"every": {"steps": 2}, "keep": 50})
-    # Rank 0 stands still before step 6 until its first checkpoints were evaluated and its peer was killed.
+    # Rank 0 pauses before step 6 until its first checkpoints were evaluated and its peer was killed.
     run = experiment.start(
         "--workers", "2", faults=[fault("step", call=6, action="hold", rank=0)]
     )
@@ -165,7 +166,7 @@ def test_watch_evaluates_each_checkpoint_of_a_training_run_despite_a_kill(
     ended = watching.wait().expect(DONE)
     results = [json.loads(line) for line in ended.out.splitlines()]
     assert steps_of(experiment.at())[-1] == 8
-    # If the replaced worker joins behind the last step, that step has a checkpoint of each generation.
+    # If the replaced worker joins after the last step, that step has a checkpoint of each generation.
     assert sorted(set(found_rows(results))) == own_rows(experiment.at())
     assert len({(row["checkpoint"], row["name"]) for row in results}) == len(results)
     assert list((experiment.at() / "checkpoints" / "leases").iterdir()) == []
@@ -281,7 +282,7 @@ def test_a_pod_writes_the_results_of_its_checkpoint_and_the_waiting_steps(
     for name, one in pod(steps[-1]).results.items():
         assert (steps[-1], name, float(one["loss"])) in own
 
-    # One that is gone is passed over, and says so.
+    # A checkpoint that was removed is skipped with a message.
     gone = pod(999)
     assert not gone.results and "holds no checkpoint of step 999" in gone.passed_over
 

@@ -1,4 +1,5 @@
-"""``evergrad evaluate``: what cannot be evaluated is refused with where, what, why and what to do (64)."""
+"""``evergrad evaluate``: input that cannot be evaluated is refused with where, what, why and the remedy
+(64)."""
 
 import json
 import shutil
@@ -25,7 +26,7 @@ def copy_of(finished: Experiment, name: str) -> Path:
 
 
 def refuse(finished: Experiment, *arguments: str) -> str:
-    """The one problem that is said."""
+    """Return the only reported problem."""
     ended = finished.command("evaluate", *arguments).expect(USER_ERROR)
     assert ended.out == ""
     (line,) = ended.err.strip().splitlines()

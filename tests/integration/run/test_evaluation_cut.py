@@ -1,4 +1,4 @@
-"""Evaluations of a run that are cut in the middle go on there, and give the same bits."""
+"""Interrupted evaluations of a run continue at the same place, and give the same bits."""
 
 import json
 import signal
@@ -77,8 +77,8 @@ def test_an_evaluation_interrupted_by_a_stop_resumes_midway_after_the_resume(
     ((name, tally),) = json.loads(manifest.read_text())["extra"]["tallies"].items()
     assert tally["done"] == 16 < batches[name]
 
-    # Stopped before the third step, if what was measured were measured again: this rank reads its part of the
-    # batches that are left, and the two exchanges of those that are not would be more.
+    # The run would stop before the third step if batches were measured again: this rank reads its part of the
+    # remaining batches, and the two exchanges of the others would be additional.
     left = {**batches, name: batches[name] - tally["done"]}
     calls = sum(-(-number // resumed) for number in left.values())
     experiment.run(

@@ -1,4 +1,5 @@
-"""Evaluation sets with cadences and sizes of their own, evaluators of a task, and the best by their metrics."""
+"""Evaluation sets with their own cadences and sizes, evaluators of a task, and the best checkpoint by their
+metrics."""
 
 import json
 from pathlib import Path
@@ -79,8 +80,8 @@ def test_cadence_and_size_of_a_set_can_change_in_a_training_run_without_changing
     assert_same_curve(experiment.at("undisturbed"), experiment.at())
     assert_same_state(experiment.at("undisturbed"), experiment.at(), prefix="model.")
 
-    # Batches of another size have the same tokens, and a result of their own. The last one has too few
-    # samples: the places that are filled up count nothing.
+    # Batches of another size have the same tokens, but a separate result. The last batch has too few samples:
+    # its padding does not count.
     larger = ("--set", "heldOut", "--micro-batch-size", "5")
     ended = experiment.command("evaluate", "runs/tiny", *larger, "--json").expect(DONE)
     (result,) = json.loads(ended.out)["results"]

@@ -50,7 +50,8 @@ def test_a_named_part_is_in_both_result_files(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_precision_compile_and_speed_parts_pass_on_the_cpu(tmp_path: Path) -> None:
-    """With models so small that figures say nothing; each part passes only if its own requirements hold."""
+    """With models so small that the values mean nothing; each part passes only if its own requirements
+    hold."""
     passed = gpu_check(
         tmp_path, "--device", "cpu", "--tiny", "precision", "compile", "speed-124M"
     )
@@ -95,7 +96,7 @@ def test_parts_run_in_separate_processes_and_a_failing_part_is_named(
         for row in found["recovery"]["rows"]
         if row["name"] == "losses with other bits"
     ]
-    # A loss can only have other bits after a change of the world where the world has changed.
+    # The bits of a loss can differ after a change of the world only if the world has changed.
     assert lost.endswith("worlds of [2, 3]")
     page = (tmp_path / "gpu.md").read_text()
     assert "| staging | device to host |" in page and "| world | passed |" in page

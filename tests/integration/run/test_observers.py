@@ -1,5 +1,5 @@
-"""Trackers, monitors, early stopping and traces in real runs: kills and changes of rank 0 leave one run without
-gaps, and decide nothing anew."""
+"""Trackers, monitors, early stopping and traces in real runs: kills and changes of rank 0 leave one run
+without gaps, and repeat no decision."""
 
 import gzip
 import importlib.util
@@ -58,7 +58,7 @@ def show_tensorboard(folder: Path) -> tuple[list[str], Points]:
 
 
 def show_wandb(folder: Path) -> tuple[list[str], Points]:
-    """What `wandb sync` would send, file by file."""
+    """Return the content that `wandb sync` would send, file by file."""
     from wandb.proto import wandb_internal_pb2
 
     from evergrad_trainer.observers.trackers.weights_and_biases import _read_records
@@ -103,7 +103,7 @@ def show_aim(folder: Path) -> tuple[list[str], Points]:
     for run in repo.iter_runs():
         ids.append(run.hash)
         for metric in run.metrics():
-            # Its values alone stand by hashes of their steps.
+            # Only its values are stored by hashes of their steps.
             steps, (values, *_) = metric.data.items_list()
             points.setdefault(metric.name, []).extend(zip(steps, values, strict=True))
     return ids, points
@@ -161,7 +161,7 @@ def run_ids(directory: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def tracked(make_experiment: Callable[[], Experiment]) -> Iterator[Experiment]:
-    """A run with evaluations, trained by one process, beside which others are tracked."""
+    """A run with evaluations, trained by one process, with which tracked runs are compared."""
     experiment = make_experiment()
     experiment.write(elastic_recipe(**EVALUATED))
     train_undisturbed(experiment)
@@ -265,7 +265,7 @@ def test_a_tracker_that_fails_or_hangs_costs_no_step_and_is_reported_in_log_and_
     (warning,) = events(experiment.at("hung"), "warning")
     assert "tensorboard has not taken the last records within 0.2 s" in warning["message"]
     assert steps_of(experiment.at("hung")) == list(range(1, 9))
-    # What it has missed is shown by the next process of the run.
+    # The next process of the run shows the missed records.
     experiment.run(
         "--extend",
         "--set",
@@ -313,7 +313,7 @@ def test_an_early_stop_is_decided_equally_after_a_kill_and_is_final(
     (alert,) = events(experiment.at("whole"), "alert")
     assert (alert["step"], alert["monitor"], alert["policy"]) == (3, "early stop", "stop")
 
-    # The kill comes in step 4, after a checkpoint of step 3: what was seen until then is in it.
+    # The kill comes in step 4, after a checkpoint of step 3, which contains all earlier observations.
     experiment.run(faults=[fault("step", call=4, action="SIGKILL")], expect=-9)
     experiment.run(expect=STOPPED_SAVED)
     assert stops(experiment.at()) == [("observer", 4, True)]
@@ -324,7 +324,7 @@ def test_an_early_stop_is_decided_equally_after_a_kill_and_is_final(
     assert stops(experiment.at()) == 2 * [("observer", 4, True)]
     assert sorted(curve(experiment.at())) == [1, 2, 3, 4]
 
-    # With more patience it goes on, and counts on: decided after step 5.
+    # With more patience it continues, and keeps counting: decided after step 5.
     more = {"early": {**EARLY["early"], "patience": 4}}
     experiment.write(recipe(stop=more))
     experiment.run(expect=STOPPED_SAVED)
@@ -378,7 +378,7 @@ def test_a_monitor_saves_the_run_or_warns_according_to_its_policy(
     ]
     experiment.write(recipe(monitors=monitors, checkpoint={"every": {"steps": 6}}))
     ended = experiment.run()
-    # It begins after step 2; the step after it is the one that all ranks know of it.
+    # It begins after step 2; all ranks know the next step.
     assert checkpoints(experiment.at()) == [3, 6, 8]
     found = [
         (row["step"], row["monitor"], row["policy"])

@@ -1,5 +1,5 @@
-"""prepare with helper processes: killed, resumed, twice at once, on a full disk; always the same published
-bytes."""
+"""prepare with helper processes: killed, resumed, run twice at the same time, and on a full disk; always the
+same published bytes."""
 
 import gzip
 import json
@@ -88,7 +88,7 @@ def write_documents(path: Path, count: int) -> Path:
 
 
 class Preparers:
-    """Starts ``prepare`` in processes of its own, and ends them all."""
+    """Starts ``prepare`` in separate processes, and ends them all."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -97,8 +97,8 @@ class Preparers:
     def start(
         self, *, prefix: tuple[str, ...] = (), **options: Any
     ) -> subprocess.Popen[str]:
-        """``hold``: a kind of job and a number; after so many of them it stands still until the file go-on is
-        there."""
+        """``hold``: a kind of job and a number; after that many jobs, it pauses until the file go-on
+        exists."""
         data = {
             "sources": [{"name": "docs", "path": "docs.jsonl"}],
             "sequenceLength": 16,
@@ -291,7 +291,7 @@ def test_each_format_gives_the_same_bytes_with_one_process_and_with_helpers_afte
 @pytest.mark.long
 def test_memory_does_not_grow_with_a_row_group(preparers: Preparers) -> None:
     peaks = []
-    # 85 MB of text lie between them; the smaller one fills all buffers of the reader, too.
+    # 85 MB of text are between them; the smaller one also fills all buffers of the reader.
     for repeat in (12, 36):
         texts = [f"{number} words of a document " * 40 for number in range(4000 * repeat)]
         table = pyarrow.table({"text": texts})

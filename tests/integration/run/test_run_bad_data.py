@@ -1,5 +1,5 @@
-"""Input that only its data show to be wrong: `evergrad run` ends with 64 and says where, begins nothing in a
-fresh directory, and leaves each file of a run that has begun as it was."""
+"""Errors that only the data show: `evergrad run` exits with 64 and reports the place, creates nothing in a
+new directory, and leaves all files of an existing run unchanged."""
 
 import hashlib
 import shutil
@@ -22,7 +22,7 @@ Begun = Callable[[str], Experiment]
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of input that is wrong, and what is said of it where nothing has begun."""
+    """One kind of invalid input, and its message for a run that has not begun."""
 
     name: str
     shows: tuple[str, ...]
@@ -33,7 +33,7 @@ class Case:
 
 
 def text(name: str, content: str | bytes) -> Damage:
-    """Another content of a file; that of a corpus is sealed again."""
+    """Change the content of a file; the manifest of a corpus is updated."""
 
     def damage(folder: Path) -> None:
         data = content.encode() if isinstance(content, str) else content
@@ -59,7 +59,7 @@ def manifest(change: Callable[[dict[str, Any]], Any]) -> Damage:
 
 
 def population(**values: Any) -> Damage:
-    """One population edit alone, with these values in place of its own."""
+    """Write only one population edit, with these values instead of its own."""
 
     def damage(folder: Path) -> None:
         genome = read_lines(folder / WINDOWS)[0]["sequence"]
@@ -79,13 +79,13 @@ def other_base(folder: Path) -> None:
 
 
 def link_out(folder: Path) -> None:
-    """A file of the corpus that lies outside of it."""
+    """Add a file of the corpus that is outside of its folder."""
     (folder / WINDOWS).rename(folder / "outside.jsonl")
     (folder / WINDOWS).symlink_to(folder / "outside.jsonl")
 
 
 def both_kinds(folder: Path) -> None:
-    """Windows with places beside windows without."""
+    """Write some windows with positions and some without."""
     write_lines(
         folder / "corpus/carbon/train.jsonl",
         [{"record_id": "free-1", "sequence": bases(48)}],
@@ -278,7 +278,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def begun(make_experiment: Callable[[], Experiment]) -> Begun:
-    """The experiment of a recipe, made once: its run stopped, and was saved, behind two steps."""
+    """The experiment of a recipe, created once: its run was stopped, and saved, after two steps."""
     made: dict[str, Experiment] = {}
 
     def find(recipe: str) -> Experiment:
@@ -305,7 +305,7 @@ def listing(directory: Path) -> dict[str, str]:
 def refused(
     directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> str:
-    """All that `evergrad run` says of ``tiny.yaml`` beside the runs; it ends with 64 and without a traceback."""
+    """Return the messages of `evergrad run` for ``tiny.yaml``; it exits with 64 and without a traceback."""
     monkeypatch.chdir(directory.parents[1])
     capsys.readouterr()
     code = main(["run", "tiny.yaml", "--run-directory", str(directory)])

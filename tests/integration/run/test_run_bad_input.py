@@ -39,7 +39,7 @@ SLOW = fault("step", call=0, action="sleep", rank=None, seconds=0.05)
 def refused(
     experiment: Experiment, *texts: str, arguments: tuple[str, ...] = (), **options: Any
 ) -> Ended:
-    """``evergrad run`` ends with 64, and says each of ``texts`` on stderr."""
+    """Check that ``evergrad run`` exits with 64, and that stderr contains each of ``texts``."""
     ended = experiment.run(*arguments, expect=USER_ERROR, **options)
     assert all(
         line.startswith(("error: ", "warning: ", "evergrad: ", "[transformers]"))
@@ -406,7 +406,7 @@ def test_a_changed_recipe_is_refused_with_every_field(experiment: Experiment) ->
         "the recipe of a run does not change",
         arguments=tuple(arguments),
     )
-    # A cosine has no decay of its own: what belonged to the old shape differs, too.
+    # A cosine has no decay length: fields of the old shape differ, too.
     of_shape = [
         line for line in ended.err.splitlines() if "spec.training.schedule.decay" in line
     ]
@@ -434,14 +434,14 @@ def test_a_failed_start_records_its_request_and_the_problems(
     assert found["fine"] is True and found["overruled"] is False
     assert {"level", "path", "what", "why", "remedy"} == set(found["findings"][0])
 
-    # What is mended trains; a later start that is refused changes neither file.
+    # The corrected run trains; a later refused start changes neither file.
     documents.write_bytes(kept)
     experiment.run("--stop-after-steps", "2", expect=STOPPED_SAVED)
     before = contents(experiment.at())
     refused(experiment, arguments=("--set", "spec.training.reproducibility.seed=5"))
     assert contents(experiment.at()) == before
 
-    # Training on although an estimate says no leaves a mark.
+    # A run that trains although the estimate is too high leaves a record of it.
     memory = constant("evergrad_trainer.models.memory._ACTIVATIONS_PER_LAYER", 1e12)
     refused(experiment, "memory", faults=[memory], directory="other")
     assert (
@@ -467,7 +467,7 @@ def test_a_directory_with_records_but_without_run_json_is_refused(
 
 @pytest.fixture
 def volume(experiment: Experiment) -> Iterator[Callable[[str], Path]]:
-    """``volume("size=4m")``: a tmpfs of its own at ``runs``."""
+    """``volume("size=4m")`` mounts a separate tmpfs at ``runs``."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small volume needs root")
     where = experiment.path / "runs"
@@ -524,7 +524,7 @@ def test_a_volume_too_small_for_two_checkpoints_is_refused(
 def start_and_fill(
     experiment: Experiment, volume: Path, *, leave: int, steps: int = 3
 ) -> tuple[Any, Path]:
-    """A slow run whose volume becomes full after its first checkpoint, while it stands still."""
+    """Start a slow run whose volume is filled after its first checkpoint, while it is paused."""
     run = experiment.start(faults=[SLOW, fault("step", call=steps + 1, action="hold")])
     wait_until(
         lambda: checkpoints(experiment.at()) and len(steps_of(experiment.at())) >= steps

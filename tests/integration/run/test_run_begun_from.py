@@ -1,4 +1,5 @@
-"""Runs that begin with another run's state: all of it, with or without its optimizer, and what is refused."""
+"""Runs that begin with another run's state: all of it, with or without its optimizer, and refused
+requests."""
 
 import json
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_a_run_continues_from_an_older_step_of_another_directory_bit_equal(
     before = _times_below(experiment.at(), but=leases)
     experiment.write(recipe(**exact, **begin_from(step=3)), name="fork")
 
-    # Stopped and gone on with, and by other numbers of workers: the fork is a run like any other.
+    # Stopped and continued, also with other numbers of workers: the fork is a run like any other.
     experiment.run("--stop-after-steps", "2", name="fork", expect=STOPPED_SAVED)
     experiment.run("--workers", "2", name="fork")
 
@@ -52,7 +53,7 @@ def test_a_run_continues_from_an_older_step_of_another_directory_bit_equal(
     for step in range(4, 9):
         assert [second[step][key] for key in EXACT] == [first[step][key] for key in EXACT]
     assert_same_state(experiment.at(), experiment.at("fork"))
-    # What it began with is written down, and nothing of the other run was changed.
+    # Its source is recorded, and nothing of the other run was changed.
     begun = events(experiment.at("fork"), "begun_from")
     record = json.loads((experiment.at("fork") / "run.json").read_text())["begunFrom"]
     assert [(one["checkpoint"], one["load"]) for one in begun] == [("step-3", "everything")]
@@ -82,7 +83,7 @@ def test_rolling_and_permanent_checkpoints_coexist_and_the_final_model_is_export
     ]
     assert saved == [2, 3, 4, 6, 8]
     assert checkpoints(experiment.at()) == [3, 6, 8]
-    # What was exported are the weights of the last checkpoint.
+    # The export contains the weights of the last checkpoint.
     (exported,) = (experiment.at() / "exports").iterdir()
     tensors, state = load_file(exported / "model.safetensors"), final_state(experiment.at())
     assert exported.name == "step-8" and (exported / "config.json").is_file() and tensors

@@ -1,5 +1,5 @@
-"""A run goes on with a file that changed where it may: overrides from a step on, cadences, another place of
-its data."""
+"""A run continues with allowed changes of its file: overrides from a step on, cadences, another path of its
+data."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""How a run is stopped, goes on, ends and is extended; what dies with what."""
+"""How a run is stopped, continues, ends and is extended; and which processes end together."""
 
 import hashlib
 import json
@@ -94,7 +94,7 @@ def test_the_command_trains_a_manifest_to_its_report_and_then_does_nothing_more(
         "report.md",
     }
     assert json.loads((directory / "complete.json").read_text())["step"] == 8
-    # Each checkpoint says by itself what it was trained with: all that the run's identity is made of.
+    # Each checkpoint itself records the complete identity of its run.
     whole = hashed_recipe(load_manifest(experiment.path / "tiny.yaml").run)
     assert {
         "model",
@@ -251,13 +251,14 @@ def test_records_are_in_chronological_order_and_contain_no_local_path(
     (phases,) = (row for row in rows if row["type"] == "phases" and row["generation"] == 1)
     made = [name for name in phases if name in ("data", "model", "first_step")]
     assert made == ["data", "model", "first_step"]
-    # The rows of the run, then its last checkpoint, then the word that it is complete.
+    # The rows of the run, then its last checkpoint, then the completion mark.
     written = [
         (directory / name).stat().st_mtime_ns
         for name in ("metrics.jsonl", "checkpoints/step-8/manifest.json", "complete.json")
     ]
     assert written == sorted(written)
-    # A save is written behind the training and told once it is there, before the end that waits for it.
+    # A save is written during the training and reported when it is published, before the end that waits for
+    # it.
     saves = [
         (row["generation"], row["checkpoint"]) for row in rows if row["type"] == "save"
     ]
@@ -276,7 +277,7 @@ def test_records_are_in_chronological_order_and_contain_no_local_path(
         "report.md",
     ):
         assert here not in (directory / name).read_text("utf-8"), name
-    # The page names the run's folder, with the home of whoever ran it written as ~.
+    # The page names the run's folder, with the user's home directory as ~.
     page = (directory / "report.html").read_text("utf-8")
     assert here.replace(str(Path.home()), "~") in page and str(Path.home()) not in page
 
@@ -307,7 +308,7 @@ def test_one_interrupt_stops_with_the_state_saved_and_a_second_one_stops_at_once
     before = len(steps_of(experiment.at()))
     second = experiment.start("--workers", workers, faults=[held])
     wait_until(lambda: len(steps_of(experiment.at())) > before)
-    # Two signals are one where the first has not been noticed when the second comes; then one more is the
+    # Two signals count as one if the first has not been handled when the second arrives; then one more is the
     # second.
     while is_alive(second.pid):
         second.send(signal.SIGINT)
@@ -334,7 +335,7 @@ def test_sigterm_to_the_launcher_stops_both_workers_at_one_step(
     )
     assert newest["world_size"] == 2
     assert not any(map(is_alive, workers))
-    # The final figures are those of this end, and not of an earlier one.
+    # The final values belong to this end, and not to an earlier one.
     summary = json.loads((experiment.at() / "summary.json").read_text("utf-8"))
     assert summary["step"] == last
 
@@ -581,7 +582,7 @@ def test_an_edited_model_directory_is_another_model(experiment: Experiment) -> N
     refused = experiment.run(name="second", expect=USER_ERROR)
     assert "configuration.rms_norm_eps: is 0.1 here, but the run in" in refused.err
     assert f"began with {before}" in refused.err
-    # Also where run.json is not asked: the checkpoint says what its tensors belong to.
+    # Even without run.json: the checkpoint records to which run its tensors belong.
     record = json.loads((experiment.at("second") / "run.json").read_text())
     del record["model"]
     (experiment.at("second") / "run.json").write_text(json.dumps(record))
@@ -607,7 +608,8 @@ def test_a_pretrained_model_is_not_trained_on_bytes_by_default(
 
 
 def still(**changes: Any) -> dict[str, Any]:
-    """One step that changes nothing visible, so that the first checkpoint holds what was begun with."""
+    """Return one step that changes nothing visible, so that the first checkpoint contains the initial
+    state."""
     return recipe(
         horizon={"steps": 1}, optimizer={"learningRate": 1e-12, "weightDecay": 0}, **changes
     )
@@ -738,7 +740,7 @@ def test_lower_precisions_stay_close_to_full_precision(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_compiled_model_has_the_same_curve(plain: Experiment) -> None:
-    # A process of its own: the compiler's helpers do not belong into a forked one.
+    # Use a separate process, because the compiler's helpers do not work in a forked one.
     options = ("--set", "spec.training.horizon.steps=3", "--run-directory", "runs/compiled")
     process = evergrad(
         plain, "run", "tiny.yaml", "--set", "spec.training.runtime.compile=on", *options

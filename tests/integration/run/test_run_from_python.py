@@ -26,7 +26,7 @@ def test_a_run_from_python_returns_a_typed_report_and_resumes_where_it_stopped(
     assert found.loss is not None and found.samples > stopped.samples > 0
     assert found.events is not None
     assert found.data and found.data == stopped.data
-    # What each process's start consisted of, once its first step is done.
+    # Return the phases of each process's start, after its first step.
     starts = [row for row in read_lines(found.events) if row["type"] == "phases"]
     assert len(starts) == 2
     for row in starts:

@@ -1,4 +1,4 @@
-"""Runs whose model is not the usual one: weights of another configuration, a head of its own, no SDPA."""
+"""Runs with unusual models: weights of another configuration, an untied head, no SDPA."""
 
 import json
 from typing import Any
@@ -51,7 +51,7 @@ def test_weights_are_loaded_only_into_an_equivalent_model(
             one["message"].startswith("attention_dropout is 0.1 here") for one in warnings
         )
 
-        # The file has no model: that of the weights is used, and recorded.
+        # The file describes no model: the model of the weights is used, and recorded.
         begin(experiment, f"theirs-{number}", path, None)
         experiment.run(name=f"theirs-{number}")
         records = [
@@ -122,7 +122,7 @@ def test_a_tokenizer_that_auto_tokenizer_cannot_load_is_reported_at_each_stage(
     warning = "spec.training.tokenizer.path: AutoTokenizer cannot load exported: ValueError"
     assert f"warning: {warning}" in ended.err
     assert "AutoTokenizer will not load an export of this run either" in ended.err
-    # A resume says so again, and the record of each process has it.
+    # A resume reports it again, and the record of each process contains it.
     assert f"warning: {warning}" in experiment.run(name="code").err
     document = json.loads((experiment.at("code") / "provenance.json").read_text())
     for process in document["processes"]:

@@ -1,5 +1,5 @@
-"""Steps whose loss is not a number: the state before them is saved, and they are skipped as often as was
-asked for."""
+"""Steps with a non-finite loss: the state before them is saved, and they are skipped as often as the file
+allows."""
 
 import json
 from collections.abc import Callable

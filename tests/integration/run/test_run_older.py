@@ -1,7 +1,7 @@
-"""A run that an older version began goes on with this one, bit for bit.
+"""A run that an older version began continues with this version, bit for bit.
 
-``run-05accba`` was trained to step 4 of 8 by the version of that commit. ``continued.json`` is what the same
-version made of the other steps. With another recipe or other data it is refused.
+The version of commit ``05accba`` trained ``run-05accba`` to step 4 of 8. ``continued.json`` contains the
+other steps, trained by the same version. With another recipe or other data, the run is refused.
 """
 
 import json
@@ -16,7 +16,8 @@ from evergrad_trainer.state.replicas import hash_state
 
 OLDER = Path(__file__).with_name("run-05accba")
 TOLERANCE = 1e-5
-"""Relative, for a processor that rounds otherwise than the one that trained the older run."""
+"""Relative tolerance for a processor that rounds differently from the processor that trained the older
+run."""
 
 
 def rows_of(directory: Path) -> dict[int, list[Any]]:
@@ -35,7 +36,7 @@ def test_a_run_of_05accba_resumes_bit_equal(experiment: Experiment) -> None:
     resumed, anew = rows_of(experiment.at("before")), rows_of(experiment.at("anew"))
     assert sorted(resumed) == sorted(expected) == list(range(1, 9))
     if anew == expected:
-        # This processor rounds as the one that trained the older run.
+        # Return whether this processor rounds like the processor that trained the older run.
         assert resumed == expected
         assert (
             hash_state(final_state(experiment.at("before")))
@@ -76,7 +77,7 @@ def test_a_run_of_05accba_with_another_recipe_is_refused_with_a_remedy(
         "began with 0.003; the recipe of a run does not change. Set it back to 0.003, or give the changed "
         "run a name of its own.\n"
     )
-    # Nothing that the older run wrote was touched: set back, it goes on.
+    # No file of the older run was changed: after a reset, it continues.
     assert before.items() <= contents(experiment).items()
 
 

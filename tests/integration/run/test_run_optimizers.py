@@ -17,7 +17,7 @@ from run_helpers import (
 from run_helpers import fault as run_fault
 
 PUBLISHED = {"asynchronous": False}
-"""A checkpoint is there before the step behind it begins, however slow its disk is."""
+"""A checkpoint exists before the next step begins, however slow its disk is."""
 GROUPS = [
     {"parameters": ["*embed_tokens*"], "weightDecay": 0},
     {"parameters": ["*.q_proj.weight", "*norm.weight"], "learningRateRatio": 0.5},
@@ -123,7 +123,7 @@ def test_a_killed_sharded_run_resumes_bit_equal(experiment: Experiment, kind: st
 def test_a_sharded_model_is_trained_like_a_whole_one(
     experiment: Experiment, kind: str
 ) -> None:
-    # Sums of gradients are rounded in another order; by it a sign differs where a mean is near zero.
+    # Sums of gradients are rounded in another order, so that a sign differs if a mean is near zero.
     experiment.write(elastic_recipe(optimizer=OPTIMIZERS[kind]))
     experiment.run(directory="whole")
     sharded = {"runtime": {"parallelism": "fsdp2"}, "reproducibility": {"elastic": "fast"}}

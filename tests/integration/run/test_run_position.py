@@ -1,4 +1,4 @@
-"""Runs that go on behind another run's step in another mixture, each source at its own place."""
+"""Runs that continue after another run's step in another mixture, each source at its own position."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ FIRST = {
         ]
     }
 }
-# B under another name and path, behind a source that is new, and with another weight; A is gone.
+# B with another name, path and weight, after a new source; A is removed.
 SECOND = {
     "data": {
         "sources": [
@@ -58,7 +58,7 @@ SECOND = {
 
 @pytest.fixture(scope="module")
 def continued(make_experiment: Callable[[], Experiment]) -> Experiment:
-    """A run of 8 steps on A and B, in ``runs/tiny``, and one that goes on behind its sixth, in
+    """A run of 8 steps on A and B, in ``runs/tiny``, and a run that continues after its sixth step, in
     ``runs/next``."""
     experiment = make_experiment()
     for seed, name in enumerate("abc"):
@@ -97,7 +97,7 @@ def test_training_in_another_mixture_continues_each_source_where_it_ended(
     # The pass of B that the first run began in is finished, and the next one begun.
     assert 6 + 24 > sizes["kept"] > 6
 
-    # The learning rate is warmed again behind the step, to this file's peak.
+    # The learning rate is warmed up again after the step, to this file's peak.
     rates = [rows[step]["learning_rate"] for step in (7, 8, 14)]
     assert rates == pytest.approx([0.55e-3, 1e-3, 0.5e-3])
     (begun,) = events(continued.at("next"), "begun_from")
@@ -217,7 +217,7 @@ def test_settings_that_conflict_with_a_position_are_refused(continued: Experimen
         assert said in refused.err, refused.err
         assert steps_of(continued.at(name)) == []
 
-    # A checkpoint alone does not say which sources its position is one of.
+    # A checkpoint alone does not show to which sources its position belongs.
     copied = shutil.copytree(
         continued.at() / "checkpoints" / "step-6", continued.path / "step-6"
     )

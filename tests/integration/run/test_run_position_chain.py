@@ -1,4 +1,5 @@
-"""Chains of runs that go on at positions: what their records say, and what is refused where they say too little."""
+"""Chains of runs that continue at positions: the content of their records, and refusals if a record lacks
+information."""
 
 import json
 import shutil
@@ -36,7 +37,7 @@ def behind(path: str, load: str = "position", **fields: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def chain(make_experiment: Callable[[], Experiment]) -> Experiment:
-    """A run of 6 steps on X and Y, in ``runs/first``, and one that goes on behind it to step 9 on X alone, in
+    """A run of 6 steps on X and Y, in ``runs/first``, and a run that continues it to step 9 on X alone, in
     ``runs/second``."""
     experiment = make_experiment()
     for seed, name in enumerate("xy"):

@@ -1,5 +1,5 @@
-"""Runs that go on at a position while processes come and go, in sharded worlds, and by passes: each has the
-samples that follow in its sources, and the bits of the run that nothing happened to."""
+"""Runs that continue at a position while processes leave and join, in sharded worlds, and by passes: each
+uses the next samples of its sources, and has the bits of an undisturbed run."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def training_of(**changes: Any) -> dict[str, Any]:
 
 
 def continued(path: str = "runs/first", **changes: Any) -> dict[str, Any]:
-    """A run that goes on behind the sixth step, without A and with C."""
+    """A run that continues after the sixth step, without A and with C."""
     own = {
         "data": weighted(c=1, b=3),
         "initFrom": {"path": path, "step": 6, "load": "position"},
@@ -65,7 +65,7 @@ def begin(experiment: Experiment, *arguments: str, **changes: Any) -> Experiment
 
 @pytest.fixture(scope="module")
 def first(make_experiment: Callable[[], Experiment]) -> Experiment:
-    """The other run, and in ``runs/whole`` an undisturbed one in one process that goes on behind it."""
+    """The other run, and in ``runs/whole`` an undisturbed run in one process that continues it."""
     experiment = begin(make_experiment())
     experiment.write(continued(), name="whole")
     experiment.run(name="whole")
@@ -109,7 +109,7 @@ def test_two_nodes_that_are_stopped_midway_continue_bit_equal_to_one_process(
 def test_a_node_that_joins_before_the_first_checkpoint_takes_the_state_of_a_later_killed_node(
     first: Experiment, cluster: Cluster
 ) -> None:
-    # Nothing is saved before the end: whoever comes has the run's record, and the state of a peer.
+    # Nothing is saved before the end: a joining process uses the run's record, and the state of a peer.
     first.write(continued(checkpoint={"every": {"steps": 100}}))
     held = [
         node_fault("hold", "slot", node=node, step=8, name=f"held-{node}")
@@ -145,7 +145,7 @@ def test_a_sharded_run_continues_at_a_position_and_after_kills_bit_equal(
     experiment.write(continued(**SHARDED), name="next")
     experiment.run(*two, name="next", directory="whole")
 
-    # Killed before its first checkpoint it begins again; then it is stopped, and killed behind one.
+    # Killed before its first checkpoint, it begins again; then it is stopped, and killed after a checkpoint.
     early = fault("step", call=2, action="SIGKILL", to="command")
     experiment.run(*two, name="next", directory="killed", expect=-9, faults=[early])
     assert checkpoints(experiment.at("killed")) == []
@@ -162,7 +162,8 @@ def test_a_sharded_run_continues_at_a_position_and_after_kills_bit_equal(
     assert_same_curve(experiment.at("whole"), experiment.at("killed"))
     assert_same_state(experiment.at("whole"), experiment.at("killed"))
 
-    # Sums of shards round otherwise than those of replicas: the samples are the same, and the losses nearly.
+    # Sums of shards are rounded differently from sums of replicas: the samples are the same, and the losses
+    # nearly.
     replicated = {"runtime": {"parallelism": "dataParallel"}}
     experiment.write(continued(**merge(SHARDED, replicated)), name="replicated")
     experiment.run(*two, name="replicated")

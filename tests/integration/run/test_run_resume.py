@@ -84,7 +84,7 @@ class Undisturbed:
         return self.experiment.at("undisturbed")
 
     def assert_equal(self, directory: str) -> None:
-        """``compare-runs --exact`` says equal, and so do the final tensors."""
+        """``compare-runs --exact`` reports equality, and the final tensors are equal."""
         assert_same_curve(self.path, self.experiment.at(directory))
         assert_same_state(self.path, self.experiment.at(directory))
         self.experiment.command(
@@ -137,8 +137,8 @@ def test_a_run_killed_and_started_again_repeats_exactly_the_steps_after_its_last
     undisturbed: Undisturbed, last: int
 ) -> None:
     directory = f"killed-after-{last}"
-    # The whole command, because a single lost worker is replaced. Rank 0 asks for it: by then it has written the
-    # rows of all earlier steps.
+    # Kill the whole command, because a single lost worker is replaced. Rank 0 requests it: by then it has
+    # written the rows of all earlier steps.
     killed = fault("step", call=last + 1, action="SIGKILL", rank=0, to="command")
     undisturbed.run(directory, expect=-9, faults=[killed])
     path = undisturbed.experiment.at(directory)

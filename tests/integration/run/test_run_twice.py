@@ -20,7 +20,7 @@ from run_helpers import (
 )
 
 HOLD = fault("step", call=6, action="hold")
-"""Rank 0 stands still before it trains step 6, until the file ``go-on`` is there."""
+"""Rank 0 pauses before it trains step 6, until the file ``go-on`` exists."""
 
 
 def owner_of(directory: Path) -> dict[str, Any]:

@@ -168,12 +168,12 @@ def test_two_replicas_of_two_shards_train_the_same_samples_with_the_same_losses(
 def test_a_flipped_bit_in_one_of_two_replicas_is_detected_and_both_ranks_are_named(
     fast: Experiment,
 ) -> None:
-    # Rank 3 holds what rank 1 holds. Step 6 is saved; two copies cannot tell which of them is right.
+    # Rank 3 holds the same part as rank 1. Step 6 is saved; two copies cannot show which of them is correct.
     flip = fault("step", call=5, action="flip", rank=3)
     ended = fast.run(*COPIES, directory="flipped", faults=[flip])
     assert "the state after step 6 differs between ranks" in ended.err
     assert "one of ranks 1 and 3 is wrong, and two cannot tell which" in ended.err
-    # Nothing of the wrong state was saved, and the run went on from where the copies were equal.
+    # Nothing of the wrong state was saved, and the run continued from where the copies were equal.
     assert steps_of(fast.at("flipped")) == [*range(1, 7), *range(4, 9)]
     assert_same_curve(fast.at("1"), fast.at("flipped"), exact=False)
 

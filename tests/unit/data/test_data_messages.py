@@ -268,7 +268,7 @@ def test_a_tool_call_turn_is_found_although_its_text_depends_on_later_turns() ->
 @pytest.mark.parametrize(
     "template",
     [
-        # Where the turn begins cannot be known: behind half a token, and in an order of its own.
+        # The beginning of the turn cannot be determined: after half a token, and in another order.
         RETURNS.replace("<|assistant|>{% endif", "<|ass{% endif").replace(
             "<|{{", "<|{{ loop.index }}{{"
         ),

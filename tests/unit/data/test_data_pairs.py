@@ -254,7 +254,7 @@ def test_invalid_pairs_are_counted_if_the_file_permits_them(
 def test_a_prompt_is_truncated_equally_in_both_rows(
     training: Make, prepared_in: Prepare, tmp_path: Path
 ) -> None:
-    """At the end of the row alone: what is left of a prompt is all of it, or the pair is left out."""
+    """Only at the end of the row: the rest of a prompt is the whole prompt, or the pair is left out."""
     prompt = "p" * 38
     write(
         tmp_path,

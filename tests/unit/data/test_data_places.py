@@ -217,7 +217,7 @@ def test_the_end_of_a_source_includes_the_samples_of_earlier_runs() -> None:
     mixture = Mixture([10, 4], weights=[1, 1], seed=0, places=places)
     assert exhausted_after(mixture, Fraction(1), "first") == 0
     assert exhausted_after(mixture, Fraction(1), "all") == 5
-    # As samples of all steps: those of the six before are among them.
+    # Samples of all steps, including those of the six earlier steps.
     stream = stream_of(("b", "B", 10, 1.0), ("a", "A", 4, 1.0), start=LEFT)
     assert stream.exhausted_after(Fraction(1), "first") == 24
     assert stream.exhausted_after(Fraction(1), "all") == 29
