@@ -62,8 +62,8 @@ _STARTED: list["subprocess.Popen[str]"] = []
 
 @pytest.fixture
 def _no_bed() -> Iterator[None]:
-    """No bed before a test and none after it, even if it failed half-way: a bed that is left would fail the
-    next test."""
+    """No bed exists before a test and after it, even if the test failed midway: a remaining bed would fail
+    the next test."""
     reason = bed.unavailable()
     if reason:
         pytest.skip(reason)
@@ -110,7 +110,7 @@ def command(*words: str) -> str:
 
 
 def look() -> Found:
-    """Everything of every kind, now."""
+    """Return everything of every kind at this moment."""
     line = [sys.executable, str(Path(__file__).with_name("leftovers.py"))]
     result = subprocess.run(
         line, env=ENVIRONMENT, capture_output=True, text=True, check=True
@@ -133,7 +133,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 600) -> None:
 
 
 def assert_nothing_was_added(before: Found) -> None:
-    """At the latest after a while: the machine's first process may reap late, and it is not ours."""
+    """Wait for a while, because the first process of the machine may reap late, and it is not ours."""
     deadline = time.monotonic() + PATIENCE
     while (found := added(before)) and time.monotonic() < deadline:
         time.sleep(0.2)

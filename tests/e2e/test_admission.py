@@ -17,7 +17,7 @@ from patience import PATIENCE
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "refused"
-"""The twenty wrong files that unit tests read, too: there they are refused alike as files and as objects."""
+"""The twenty invalid files that unit tests read, too: there they are refused alike as files and as objects."""
 HELD_BY_THE_CRD = {
     "max-below-min",
     "missing-sections",
@@ -32,8 +32,8 @@ HELD_BY_THE_CRD = {
     "volume-and-claim",
     "word-for-a-switch",
 }
-"""Those that an API server refuses without the webhook, by a type, a bound or a rule of the CRD. It stores all
-others."""
+"""Files that an API server refuses without the webhook, by a type, a bound or a rule of the CRD. It stores
+all others."""
 UNREADABLE = {"wrong-types"}
 """Objects where the CRD has lists: the API server cannot decode them, so it never calls the webhook."""
 BAD: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ BAD: dict[str, dict[str, Any]] = {
     },
     "variable-of-the-runs-own": {"template": {"env": [{"name": "RANK", "value": "0"}]}},
 }
-"""Mistakes that no golden file has, on the run of these tests, which is right without them."""
+"""Mistakes that no golden file has, in the run of these tests, which is valid without them."""
 
 
 def write(folder: Path, name: str, changes: dict[str, Any]) -> Path:
@@ -63,7 +63,7 @@ def write(folder: Path, name: str, changes: dict[str, Any]) -> Path:
 
 
 def bad_files(folder: Path) -> dict[str, Path]:
-    """The name of each wrong run that an API server can read → its file."""
+    """Return the file of each invalid run that an API server can read, by name."""
     golden = {file.stem.replace("_", "-"): file for file in sorted(GOLDEN.glob("*.yaml"))}
     assert len(golden) == 20 and golden.keys() >= UNREADABLE
     files = golden | {name: write(folder, name, changes) for name, changes in BAD.items()}
@@ -102,7 +102,7 @@ def apply(operator: Any, runs: Runs, file: Path) -> subprocess.CompletedProcess[
 
 
 def problems_told(name: str, output: str) -> list[str]:
-    """The problems in kubectl's message for an object that is invalid."""
+    """Return the problems in kubectl's message for an invalid object."""
     head = f'The TrainingRun "{name}" is invalid: '
     assert output.startswith(head), output
     lines = output.removeprefix(head).strip().splitlines()
@@ -206,7 +206,7 @@ def test_for_a_run_of_another_controller_no_object_is_created_and_nothing_is_wri
 ) -> None:
     manifest = make_manifest("theirs", steps=20, changes={"managedBy": "example.com/other"})
     theirs = runs.apply(manifest)
-    # The operator has seen it once it works on what was applied after it.
+    # The operator has observed it once it handles an object that was applied later.
     ours = runs.start("ours", steps=20, managedBy="evergrad.dev/operator")
     wait_for(ours.pods, "the pods of the operator's own run")
     runs.kubectl("label", f"{RESOURCE}/theirs", "a=b")

@@ -1,4 +1,4 @@
-"""A stranger in the cluster tries every port of a run, and gets nothing; the run trains on to its end."""
+"""A pod outside a run tries every port of the run, and gets nothing; the run trains to its end."""
 
 import base64
 import json
@@ -27,7 +27,7 @@ print(*sorted({int(words[1].rpartition(":")[2], 16) for words in lines if words[
 
 @pytest.fixture
 def elsewhere(runs: Runs) -> Iterator[str]:
-    """Another namespace."""
+    """A second namespace."""
     name = f"{runs.namespace}-else"
     runs.kubectl("create", "namespace", name)
     yield name
@@ -35,13 +35,14 @@ def elsewhere(runs: Runs) -> Iterator[str]:
 
 
 def token_of(run: Run) -> str:
-    """The token in the run's only Secret, by name: the operator itself could not do this."""
+    """Return the token in the run's only Secret, read by name: the operator itself could not do this."""
     (secret,) = run.runs.list("secrets", f"evergrad.dev/run={run.name}")
     return base64.b64decode(secret["data"]["token"]).decode()
 
 
 def find_targets(run: Run) -> list[tuple[str, int]]:
-    """Every port that anything of the run listens on, and the coordinator by the name its nodes use."""
+    """Return every port on which a pod of the run listens, and the coordinator by the name that its nodes
+    use."""
     service = f"{run.name}-coordinator.{run.runs.namespace}.svc"
     found = [(service, JOIN_PORT), (service, STATUS_PORT)]
     for role in ("coordinator", "node"):
@@ -127,7 +128,7 @@ def build_pod(
 
 
 def find_leaks(tries: list[dict[str, Any]], secrets: list[str]) -> list[dict[str, Any]]:
-    """Tries that were answered with anything but a closed door."""
+    """Return the attempts with a response other than a refusal."""
     return [
         one
         for one in tries

@@ -85,7 +85,7 @@ def other_chart(cluster: Any, tmp_path: Path) -> Iterator[Path]:
 
 
 def images_of(operator: Any) -> list[str]:
-    """helm's arguments for the images that are under test."""
+    """Return helm's arguments for the images under test."""
     words = []
     for key, image in {
         "image": operator.operator_image,
@@ -222,7 +222,7 @@ def test_an_upgrade_installs_the_new_crd_and_an_uninstall_keeps_it_and_the_runs(
     )
     assert runs.split() == [f"trainingrun.{GROUP}/quickstart"]
 
-    # A second installation gets on with what was left.
+    # A second installation works with the leftovers.
     helm(cluster, namespace, "install", "first", str(other_chart), "--wait", *settings)
     assert (
         len(
@@ -242,7 +242,7 @@ def test_an_upgrade_installs_the_new_crd_and_an_uninstall_keeps_it_and_the_runs(
 
 
 def _install_rules(cluster: Any, namespace: str) -> None:
-    """An admission policy for runs, of a release that serves nothing."""
+    """An admission policy for runs, of a release that serves no namespace."""
     values = {
         "replicas": 0,
         "crds": {"install": False},
@@ -307,7 +307,7 @@ def test_a_tightened_admission_policy_blocks_no_existing_run(
         assert "patched" in patch({"spec": {"suspend": False}}, "--dry-run=server")
         more = patch({"spec": {"nodes": {"max": 4}}})
         assert "spec.nodes.max: " in more
-        # The garbage collector takes its finalizer away by an update.
+        # The garbage collector removes its finalizer by an update.
         gone = ("delete", "trun", "earlier", "--cascade=foreground", "--timeout=600s")
         assert "deleted" in kubectl(cluster, *gone, *within)
     finally:
@@ -391,7 +391,7 @@ def test_cel_and_the_webhook_accept_and_refuse_the_same_runs(
         given = ("--set-json", pairs, *words, "--wait", "--timeout", "300s")
         helm(cluster, namespace, verb, "table", str(CHART), *given)
 
-    # Without any webhook only the API server's own rules are left: the CRD's and the chart's.
+    # Without any webhook only the API server's own rules remain: those of the CRD and the chart.
     with operator.gone():
         install("install", replicas=0)
         try:
@@ -400,7 +400,7 @@ def test_cel_and_the_webhook_accept_and_refuse_the_same_runs(
                 said = create(sample.spec)
                 assert ("created" not in said) is sample.cel, (sample.name, said)
 
-            # With a webhook of this installation, the verdict is the operator's.
+            # With a webhook of this installation, the operator decides.
             install("upgrade", *images_of(operator), webhook={"enabled": True})
             nowhere = {"profile": "nowhere"}
             wait_for(lambda: "no profile" in create(nowhere), "the webhook's first answer")
@@ -466,7 +466,7 @@ def test_the_operator_account_can_create_only_objects_of_runs(
 
     try:
         _wait_for_refusal(lambda: create(_pod(owner=None), account))
-        # Everybody else may, and the operator may for a run.
+        # All other users may, and the operator may for a run.
         assert "created" in create(_pod(owner=None))
         assert "created" in create(_pod(), account)
         said = "writes and deletes objects of a TrainingRun only"
@@ -490,7 +490,7 @@ def test_the_operator_account_can_create_only_objects_of_runs(
 
         # Pod Security allows this, but the policy does not.
         assert "service account's token" in create(_pod(has_token=True), account)
-        # The API server refuses accounts that do not exist before it asks the policy.
+        # The API server refuses missing service accounts before it evaluates the policy.
         for name in ("fetcher", "another"):
             kubectl(cluster, "create", "serviceaccount", name, "--namespace", namespace)
         assert "created" in create(_pod(runs_as="fetcher"), account)
@@ -515,7 +515,7 @@ def test_the_operator_account_can_create_only_objects_of_runs(
 def _check_walls_of_claims(
     cluster: Any, namespace: str, account: str, spec: Mapping[str, Any]
 ) -> None:
-    """Whose claims the operator's account can have deleted: the garbage collector does it by metadata alone."""
+    """Whose claims the operator's account can have deleted: the garbage collector deletes by metadata alone."""
     ours = {"evergrad.dev/run": "made", "app.kubernetes.io/managed-by": "evergrad"}
     # A run that exists, but for which no operator creates anything: the garbage collector would delete the
     # claim of a missing run.
@@ -552,7 +552,7 @@ def _check_walls_of_claims(
     said = "keeps the finalizers of a claim"
     other = str(uuid.uuid4())
     for name in ("made", "older", "users"):
-        # A run that does not exist, as the owner, would have the claim deleted.
+        # A missing run as the owner would have the claim deleted.
         assert said in patch(name, owner(name, other)), name
         assert said in patch(name, {"finalizers": []}), name
         assert said in patch(name, {"finalizers": ["x.example/stays"]}), name
@@ -581,7 +581,7 @@ def _object(
     label: str = "docs-lm",
     **rest: Any,
 ) -> dict[str, Any]:
-    """An object as the operator makes it for the run docs-lm, or with another owner, or none."""
+    """Return an object as the operator creates it for the run docs-lm, or with another owner, or without one."""
     metadata: dict[str, Any] = {"name": "made"}
     if label:
         metadata["labels"] = {"evergrad.dev/run": label}
@@ -594,7 +594,7 @@ def _object(
 
 
 def _pod(*, has_token: bool = False, runs_as: str = "", **metadata: Any) -> dict[str, Any]:
-    """A pod that Pod Security restricted allows."""
+    """Return a pod that Pod Security restricted allows."""
     container = {
         "name": "trainer",
         "image": "registry.example.com/x:1",

@@ -1,5 +1,5 @@
-"""The commands for a cluster on a real one: a run from its submission to its end, with everything a user asks
-on the way."""
+"""The cluster commands on a real cluster: a run from its submission to its end, with every command that a
+user needs."""
 
 import itertools
 import json
@@ -135,7 +135,7 @@ def test_invalid_commands_are_reported_with_path_and_remedy(runs: Runs, cli: Cli
     manifest["spec"]["training"]["data"]["sources"][0]["path"] = "/documents/nothing.jsonl"
     cli.call("submit", cli.write(manifest), "--wait", "--timeout", "9m", code=64)
     run = runs.adopt("wrong")
-    # A longer horizon may change; the model may not.
+    # The horizon may be extended; the model may not change.
     manifest["spec"]["training"]["model"]["config"]["hidden_size"] *= 2
     assert "spec.training" in cli.call("submit", cli.write(manifest), code=64).stderr
     status = cli.ask("status", "wrong")
@@ -247,7 +247,7 @@ def test_prune_deletes_leftovers_of_complete_runs_and_keeps_the_only_checkpoints
         wait_for(lambda of=selector: not runs.list("pods", of), f"the end of {name}'s pods")
 
     def prune(*arguments: str) -> dict[str, dict[str, str]]:
-        """Objects that go and that stay, kind/name → the reason."""
+        """Return the reasons of deleted and kept objects by kind/name."""
         said = cli.ask("prune", *arguments)
         assert said["failures"] == []
         return {
@@ -268,7 +268,7 @@ def test_prune_deletes_leftovers_of_complete_runs_and_keeps_the_only_checkpoints
     assert runs.get("persistentvolumeclaims", "cut") is not None
     assert runs.get("trainingruns", "other") is not None
 
-    # A run that has ended goes with --older-than, and leaves its claim for the next time.
+    # A run that has ended is deleted with --older-than, and leaves its claim for the next call.
     assert not prune("--older-than", "1h")["leftovers"]
     assert [
         one.rpartition("/")[2] for one in prune("--older-than", "0s", "--yes")["leftovers"]

@@ -1,6 +1,6 @@
 """The operator, the API server and etcd fail; runs are deleted; the operator is upgraded.
 
-Training never notices.
+Training is not disturbed.
 """
 
 import time
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 
 
 def uids(run: Run) -> dict[str, str]:
-    """Name → uid of all its pods."""
+    """Return the uid of all its pods by name."""
     return {
         pod["metadata"]["name"]: pod["metadata"]["uid"]
         for role in ("node", "coordinator")
@@ -101,8 +101,8 @@ def test_11_a_restarted_api_server_and_etcd_do_not_disturb_a_run(
     run.expect_same_as(reference)
 
 
-# Longer than the lease is good, and than kopf tries a request by itself. That the operator's container has not
-# restarted is asserted for every test.
+# Longer than the lease duration and than kopf's own retries of a request. The fixture checks for every test
+# that the operator's container has not restarted.
 @pytest.mark.long
 @pytest.mark.operator_errors(API_AWAY)
 def test_the_operator_survives_two_outages_of_a_minute(

@@ -57,7 +57,7 @@ def definition() -> Object:
 
 @dataclass(frozen=True)
 class Server:
-    """The API server with our schema in it, and a namespace to work in."""
+    """The API server with our schema, and a namespace."""
 
     api: Api
     kubeconfig: Path
@@ -88,12 +88,12 @@ class Server:
         return f"/apis/{GROUP}/v1alpha1/namespaces/{self.namespace}/trainingruns"
 
     def create(self, run: Object, *, dry: bool = False) -> Object:
-        """As ``kubectl create`` does it: unknown and repeated fields are errors."""
+        """Create like ``kubectl create``: unknown and repeated fields are errors."""
         query = "fieldValidation=Strict" + ("&dryRun=All" if dry else "")
         return self.api.create(f"{self.path}?{query}", under_our_group(run))
 
     def replace(self, run: Object) -> Object:
-        """As ``kubectl replace`` does it."""
+        """Replace like ``kubectl replace``."""
         name = run["metadata"]["name"]
         found: Object = self.api.request(
             "PUT", f"{self.path}/{name}?fieldValidation=Strict", under_our_group(run)
@@ -101,14 +101,14 @@ class Server:
         return found
 
     def apply(self, run: Object) -> Object:
-        """As ``kubectl apply --server-side`` does it."""
+        """Apply like ``kubectl apply --server-side``."""
         path = f"{self.path}/{run['metadata']['name']}?fieldManager=test&fieldValidation=Strict"
         return self.api.patch(
             path, under_our_group(run), kind="application/apply-patch+yaml"
         )
 
     def refusal(self, run: Object) -> str | None:
-        """Why the run is not taken, or None if it is."""
+        """Return why the run is refused, or None if it is accepted."""
         try:
             self.create(run, dry=True)
         except ApiError as error:
@@ -141,7 +141,7 @@ def server(cluster: Cluster) -> Iterator[Server]:
 
 
 def changed(changes: Mapping[str, Any], *, base: str = "base_manifest.yaml") -> Object:
-    """The base manifest with changes, as the loader merges them and as kubectl would send it."""
+    """Return the base manifest with changes, as the loader merges them and as kubectl would send it."""
     layered = read_document(UNIT / base)
     for path, value in changes.items():
         text = (
@@ -157,7 +157,7 @@ def changed(changes: Mapping[str, Any], *, base: str = "base_manifest.yaml") -> 
 
 
 def as_kubectl_sends(value: Any) -> Any:
-    """Whole floats are written without a point, and nulls of what may be left out are sent as they are."""
+    """Whole floats are written without a point, and nulls of optional fields are sent unchanged."""
     if isinstance(value, dict):
         return {key: as_kubectl_sends(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -177,7 +177,7 @@ def is_named(path: str, refusal: str) -> bool:
 
 
 def _joined(parts: list[str]) -> str:
-    """The path as the API server writes it: a map's keys after dots."""
+    """Return the path as the API server writes it: keys of a map after dots."""
     text = ""
     for part in parts:
         quoted = re.fullmatch(r"\['(.+)'\]", part)
@@ -537,7 +537,7 @@ def without_lengths(node: Any) -> None:
 
 
 UNSEEN: Object = {"observedGeneration": -1}
-"""The status of a run before its operator's first."""
+"""The status of a run before the first status of its operator."""
 STATUS: Object = {
     "observedGeneration": 1,
     "phase": "Running",
@@ -652,7 +652,7 @@ def test_a_run_without_an_operator_has_a_default_status_that_tools_wait_for(
     found = server.api.get(f"{server.path}/unseen")
     assert found["status"] == UNSEEN
 
-    # A status is written as a whole: nothing of the default stays in it.
+    # A status is written as a whole: nothing of the default remains.
     body = {
         "apiVersion": f"{GROUP}/v1alpha1",
         "kind": "TrainingRun",

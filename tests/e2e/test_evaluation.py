@@ -17,13 +17,13 @@ def training(*, every: int, keep: int) -> dict[str, Any]:
     return {
         "checkpoint": {"every": {"steps": every}, "keep": keep},
         "data": {"heldOut": {"count": 12}},
-        # As many threads as the commands below: the last bits follow their number.
+        # As many threads as the commands below, because the last bits depend on their number.
         "runtime": {"threads": 1},
     }
 
 
 def results_of(directory: Path) -> dict[int, dict[str, float]]:
-    """Step → set → loss, as `evaluations/` has them; each was written once."""
+    """Return step → set → loss, as in `evaluations/`; each was written once."""
     found: dict[int, dict[str, float]] = {}
     for path in sorted((directory / "evaluations").glob("*.json")):
         row = json.loads(path.read_text())
@@ -33,7 +33,7 @@ def results_of(directory: Path) -> dict[int, dict[str, float]]:
 
 
 def shown(run: Run) -> dict[str, float]:
-    """Set → loss, as the status has them."""
+    """Return set → loss, as in the status."""
     results = run.status()["evaluation"]["results"]
     return {one["name"]: float(one["values"]["loss"]) for one in results}
 
@@ -41,7 +41,7 @@ def shown(run: Run) -> dict[str, float]:
 def wait_until_evaluated(
     run: Run, count: int, *, seconds: float = 2 * PATIENCE
 ) -> dict[str, Any]:
-    """The part of the status, once so many checkpoints are evaluated and none waits."""
+    """Return the part of the status, once this number of checkpoints is evaluated and none waits."""
 
     def is_done() -> Any:
         found = run.status().get("evaluation", {})
@@ -82,7 +82,7 @@ def test_each_checkpoint_is_evaluated_once_with_the_bits_of_the_command_while_on
 
 @pytest.mark.long
 def test_a_killed_evaluation_pod_is_replaced_and_the_result_is_the_same(runs: Runs) -> None:
-    # No host has this label: the first pod is there for as long as the test needs it.
+    # No host has this label: the first pod exists for as long as the test needs it.
     nowhere = {**SECTION, "nodeSelector": {"evergrad.dev/nowhere": "yes"}}
     run = runs.start(
         "evaluated-again", steps=10, evaluation=nowhere, training=training(every=10, keep=1)

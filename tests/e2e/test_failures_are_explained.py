@@ -55,7 +55,7 @@ def shell(runs: Runs, tmp_path: Path) -> Shell:
 
 
 def play_runbook(shell: Shell, page: str, run: Run) -> str:
-    """Play the commands of an alert's page, each of which has to name this run, and return what they show."""
+    """Run the commands of an alert's page, each of which must name this run, and return their output."""
     shown = []
     for command in read_commands(page):
         command = command.replace("NAMESPACE", run.runs.namespace)
@@ -65,7 +65,7 @@ def play_runbook(shell: Shell, page: str, run: Run) -> str:
 
 
 def count_pods_ever(runs: Runs, run: Run) -> int:
-    """Number of pods of the run that were ever made, by their events."""
+    """Return the number of pods of the run that were ever created, according to their events."""
     events = runs.list("events")
     names = {
         event["involvedObject"]["name"]
@@ -188,7 +188,7 @@ with open("/volume/filler", "ab", buffering=0) as filler:
                 raise
             block = block[: len(block) // 2]
 """
-"""Writes until nothing more fits, as the user of the pod."""
+"""Write until the volume is full, as the user of the pod."""
 
 
 def call_in_pod(run: Run, *command: str) -> str:
@@ -236,12 +236,12 @@ def test_12_a_volume_that_fills_up_is_an_unhealthy_checkpoint_until_space_is_fre
 
     call_in_pod(run, "rm", "/volume/filler")
     wait_for(lambda: run.is_so(healthy), "a healthy checkpoint after there is room")
-    # A node of the cluster may be lost meanwhile on a busy machine: that is another cause.
+    # On a busy machine a node of the cluster may be lost in the meantime: that is another cause.
     assert "VolumeFull" not in run.restarts()
 
 
 def saved_step(run: Run) -> int:
-    """The step of the newest checkpoint, as the status has it."""
+    """Return the step of the newest checkpoint, as in the status."""
     return int(run.status().get("checkpoint", {}).get("step") or 0)
 
 

@@ -27,7 +27,7 @@ GROUPS = Groups("scheduling.x-k8s.io/v1alpha1", ("minMember",))
 def scheduler(
     cluster: Any, operator: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Coscheduling]:
-    """The gang scheduler, and an operator that places runs by it, as the page on queues makes it."""
+    """The gang scheduler, and an operator that places runs by it, as configured on the page on queues."""
     if not cluster.is_bed:
         pytest.skip("the gang scheduler is started beside the bed only.")
     one = Coscheduling(cluster.api)

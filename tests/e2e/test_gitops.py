@@ -29,7 +29,7 @@ HEALTH = (
     "examples/gitops/argocd/resource_customizations/evergrad.dev/TrainingRun/health.lua"
 )
 SECOND = "argocd-controller"
-"""The field manager of another tool that has the same file."""
+"""The field manager of another tool that applies the same file."""
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 OWNED = ("generation", "labels", "annotations", "finalizers", "ownerReferences")
 
@@ -54,7 +54,7 @@ class Git:
         return self.runs.kubectl("apply", "-f", "-", text=json.dumps(self.manifest))
 
     def assert_in_sync(self, when: str) -> None:
-        """No way of comparing or applying the file shows or makes a change."""
+        """Check that no way of comparing or applying the file shows or makes a change."""
         before = self._what_git_owns()
         for words in (
             ("diff",),
@@ -80,7 +80,7 @@ class Git:
     def _what_git_owns(self) -> dict[str, Any]:
         raw = Run(self.runs, self.name).get()
         metadata = {key: raw["metadata"].get(key) for key in OWNED}
-        # kubectl's copy of the file is kubectl's own.
+        # kubectl's copy of the file belongs to kubectl.
         metadata["annotations"] = set(metadata["annotations"] or ()) - {LAST_APPLIED}
         return {"metadata": metadata, "spec": raw["spec"]}
 
@@ -102,7 +102,7 @@ def test_throughout_a_run_no_diff_and_no_apply_shows_or_makes_a_change(
     wait_for(run.restarts, "the loss in the status")
     git.assert_in_sync("after it has lost a pod")
 
-    # Edits of a run that trains, each by a commit.
+    # Edits of a training run, each by a commit.
     git.commit({"suspend": True})
     run.wait_for_phase("Suspended")
     git.assert_in_sync("while it is suspended")
@@ -118,9 +118,9 @@ def test_throughout_a_run_no_diff_and_no_apply_shows_or_makes_a_change(
 
 
 def sample_until(git: Git, run: Run, *phases: str) -> set[str]:
-    """Compare and apply the file again and again, at least once in one of ``phases``.
+    """Compare and apply the file repeatedly, at least once in one of ``phases``.
 
-    Returns the phases through which whole samples were taken.
+    Returns the phases during which whole samples were taken.
     """
     seen: set[str] = set()
     until = time.monotonic() + 900
@@ -143,14 +143,14 @@ def sample_until(git: Git, run: Run, *phases: str) -> set[str]:
 def test_continuous_diffs_and_applies_show_no_change_from_start_to_end(
     runs: Runs, held: str, changes: dict[str, Any]
 ) -> None:
-    """The pods wait for a ConfigMap, so that a slow machine is seen in this phase as a quick one is."""
+    """The pods wait for a ConfigMap, so that this phase is observed on slow and fast machines."""
     manifest = make_manifest("sampled", steps=60, changes=changes)
     later = {"name": "documents", "configMap": {"name": "later"}}
     manifest["spec"]["template"]["volumes"] = [later]
     git = Git(runs, manifest)
     git.sync()
     run = runs.adopt("sampled")
-    # A ConfigMap that is missing for long is an obstacle: the phase is Waiting then.
+    # A ConfigMap that is missing for long is an obstacle, and the phase becomes Waiting.
     seen = sample_until(git, run, held, "Waiting")
     file = runs.scratch / "documents.jsonl"
     file.write_text(documents())
@@ -194,7 +194,7 @@ def test_a_finished_run_and_its_time_to_live_are_no_drift(runs: Runs) -> None:
     )
     git.assert_in_sync("after its time to live")
 
-    # A pruned run that comes back from Git is complete by the record on its volume.
+    # A pruned run that returns from Git is complete, according to the record on its volume.
     runs.kubectl("delete", RESOURCE, "short", "--wait=true")
     wait_for(lambda: not runs.list("pods", selector), "the garbage collection")
     git.sync()

@@ -1,6 +1,6 @@
 """Both images as a cluster would run them: any user, read-only root, no network.
 
-In containers here, without a cluster.
+The containers run on this machine, without a cluster.
 """
 
 import json
@@ -99,7 +99,7 @@ def run_in(
     entrypoint: str | None = None,
     volume: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """One container as a restricted pod is run."""
+    """Run one container like a restricted pod."""
     name = f"evergrad-test-{uuid.uuid4().hex[:8]}"
     command = [
         "run",
@@ -229,7 +229,7 @@ def test_each_image_excludes_the_packages_of_the_other(
 def test_an_image_contains_no_compiler_no_cache_and_nothing_of_the_build_machine(
     image: str, request: pytest.FixtureRequest
 ) -> None:
-    # The one for CUDA compiles models by default.
+    # The CUDA image compiles models by default.
     compiles = image == "trainer_image" and product_images.settings().torch == "cuda"
     look = (
         f"for tool in {'' if compiles else 'gcc cc g++'} clang make pip; do command -v $tool; done;"

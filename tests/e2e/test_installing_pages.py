@@ -1,5 +1,5 @@
-"""The pages on installing, monitoring, upgrading and uninstalling: their commands, as a reader plays one page after
-the other."""
+"""The pages on installing, monitoring, upgrading and uninstalling: their commands, executed page after page
+as by a reader."""
 
 import re
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ pytestmark = [
     pytest.mark.timeout(3600),
 ]
 TEAM = "team-a"
-"""The namespace that the page on installing makes."""
+"""The namespace that the page on installing creates."""
 
 
 @pytest.fixture
 def shell(cluster: Any, operator: Operator, tmp_path: Path) -> Iterator[Shell]:
     """A shell on a cluster with the kinds of Prometheus Operator and without Evergrad; the session's operator
-    is back afterwards."""
+    is restored afterwards."""
     if not cluster.is_bed:
         pytest.skip("the page on uninstalling deletes all runs of the cluster.")
     one = Shell(cluster, tmp_path)
@@ -36,7 +36,7 @@ def shell(cluster: Any, operator: Operator, tmp_path: Path) -> Iterator[Shell]:
         prometheus.install_types(cluster.api)
         yield one
     finally:
-        # Monitors that are left go with the release's default values, before their kinds do.
+        # Remaining monitors are removed by the release's default values, before their kinds are deleted.
         operator.upgrade()
         operator.wait_until_ready()
         prometheus.remove_types(cluster.api)
@@ -63,7 +63,7 @@ def install_for_one_team(shell: Shell) -> None:
 
 
 def monitor_and_upgrade(shell: Shell, operator: Operator) -> None:
-    """One value for monitoring, an upgrade that keeps it, and the way back."""
+    """One value for monitoring, an upgrade that keeps it, and the rollback."""
     [monitor] = read_commands(
         "docs/operate/monitoring.md", "With Prometheus Operator in the cluster"
     )
@@ -93,14 +93,15 @@ def test_the_pages_for_administrators_are_executed_in_order(
 ) -> None:
     install_for_one_team(shell)
 
-    # The other choice of the page takes the first one's place.
+    # The other choice of the page replaces the first one.
     shell.run(f"helm uninstall {RELEASE} -n {operator.namespace} --wait")
     [install] = read_commands("docs/start/installing.md", "**For the whole cluster**")
     shell.run(name_registry(install))
     operator.wait_for_rollout()
     monitor_and_upgrade(shell, operator)
 
-    # Runs, their definition and what the operator itself has made go last, and volumes stay.
+    # Runs, their definition and the objects that the operator itself has created are deleted last, and
+    # volumes stay.
     uninstall, *others = read_commands("docs/start/installing.md", "## Uninstalling")
     shell.run(uninstall)
     wait_for(lambda: not operator.pods(), "the operator's end")

@@ -36,7 +36,7 @@ NUMBER = "5" if places.NUMBER != 5 else "6"
 KUBECONFIG = REPOSITORY / f".cluster{NUMBER}" / "kubeconfig"
 WEBHOOK_PORT = 9443
 SPREAD = {"requests": {"cpu": "1100m"}}
-"""More than half of a node: a pod on each."""
+"""More than half of a node, so that each node gets one pod."""
 Place = tuple[str, int]
 
 
@@ -59,13 +59,13 @@ class OtherBed(Cluster):
     families: str
 
     def product_images(self) -> tuple[str, str]:
-        """Both images, in its nodes."""
+        """Both images, loaded into its nodes."""
         call(self.families, "bed.product_images", "--any-revision")
         operator, trainer = (name_of(target) for target in TARGETS)
         return operator, trainer
 
     def versions(self) -> list[int]:
-        """4 and 6, in the order of its families."""
+        """4 and 6, in the order of its address families."""
         return [int(name[-1]) for name in self.families.split(",")]
 
 
@@ -79,7 +79,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[OtherBed]:
     if not Path("/proc/net/if_inet6").exists():
         pytest.skip("This machine's kernel has no IPv6.")
     families: str = request.param
-    # One that is left of a session that was killed may have other families.
+    # The bed of a killed session may have other address families.
     call(families, "bed", "down")
     try:
         call(families, "bed", "up")
@@ -116,7 +116,7 @@ def version_of(address: str) -> int:
 
 
 def versions_of(pod: dict[str, Any]) -> list[int]:
-    """The families of a pod's addresses, its first before others."""
+    """Return the families of a pod's addresses, the primary one first."""
     addresses = [one["ip"] for one in pod["status"]["podIPs"]]
     assert addresses[0] == pod["status"]["podIP"]
     return [version_of(address) for address in addresses]
@@ -134,7 +134,7 @@ def read_place(text: str) -> Place:
 
 
 def read_connections(kubectl: Callable[..., str], pod: str) -> list[tuple[Place, Place]]:
-    """Both ends of every connection of a pod with another, its own first."""
+    """Return both ends of every connection of a pod with another, its own end first."""
     text = kubectl("exec", pod, "--", "cat", "/proc/net/tcp", "/proc/net/tcp6")
     lines = [line.split() for line in text.splitlines()]
     found = [(read_place(one[1]), read_place(one[2])) for one in lines if one[3] == "01"]
@@ -182,7 +182,7 @@ def test_nodes_train_over_ipv6_and_recover_from_a_killed_pod(
         ) as answer:
             assert b"\nevergrad_" in answer.read()
 
-    # The page, which comes through the API server and a kubelet.
+    # The page, requested through the API server and a kubelet.
     with open_page(cli, "six") as page:
         assert page.read_updates(1)[0]["status"]["run"] == "six"
 

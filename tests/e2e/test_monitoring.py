@@ -1,5 +1,5 @@
-"""A real Prometheus, configured by Prometheus Operator's code from the chart's monitors and rules, scrapes real
-runs and the operator: every query of every panel, alert and page has an answer."""
+"""A real Prometheus, configured by Prometheus Operator's code from the chart's monitors and rules, scrapes
+real runs and the operator: every query of every panel, alert and page has a result."""
 
 import time
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ SETTINGS = ("metrics.enabled=true", "metrics.interval=2s", "metrics.labels.relea
 SECTION = {"resources": {"requests": {"cpu": "50m", "memory": "256Mi"}}}
 DEVICE = "example.com/gpu"
 STEP = 2.0
-"""Seconds between two points of a range query: as often as something is scraped."""
+"""Seconds between two points of a range query: the scrape interval."""
 SILENT = {
     "evergrad-run: Memory of the fullest device (A)": "no host has a CUDA device",
     "evergrad-run: Memory of devices by worker (A)": "no host has a CUDA device",
@@ -44,14 +44,14 @@ SILENT = {
     "reference/operator-metrics.md: A run makes no steps": "the run makes steps all the time",
     "reference/operator-metrics.md: No operator is active": "the operator works",
 }
-"""Queries that must have no answer here, each with the reason. All others must have one."""
+"""Queries that must have no result here, each with the reason. All others must have one."""
 EITHER = {
     "evergrad-operator: Errors by reason (A)": "a write may meet another one's, or not",
     "TrainingRunThroughputDrop": "the machine does other things beside the run",
     "TrainingRunDataStarved": "steps of a few milliseconds may wait for their data as long",
     "reference/operator-metrics.md: Slow replacements": "depends on the kubelet's pace",
 }
-"""Queries that may have an answer or none, as the machine is."""
+"""Queries that may have a result or not, depending on the machine."""
 NEVER_THERE = {
     "evergrad_operator_run_stalled{}": "no run needs a person",
     'evergrad_operator_run_waiting{reason="Queued"}': "no run has a queue",
@@ -63,17 +63,17 @@ NEVER_THERE = {
 
 @dataclass(frozen=True)
 class Watch:
-    """Prometheus, and when it had its first look at the operator, in seconds since 1970."""
+    """Prometheus, and the time of its first scrape of the operator, in seconds since 1970."""
 
     client: prometheus.Client
     begin: float
 
     def has_answer(self, expression: str) -> bool:
-        """Whether it had one at any time since then."""
+        """Return whether a query had a result at any time since then."""
         return bool(self.client.query_since(expression, self.begin, step=STEP))
 
     def are_up(self, count: int) -> bool:
-        """Whether there are so many targets of runs, and all targets are well."""
+        """Return whether there are this many targets of runs, and all targets are up."""
         targets = self.client.targets()
         of_runs = [one for one in targets if one["scrapePool"].startswith("podMonitor")]
         return len(of_runs) == count and all(one["health"] == "up" for one in targets)
@@ -111,15 +111,15 @@ def watch(
             )
             yield Watch(client, time.time())
     finally:
-        # The monitors go with the release's default values, before their kinds do.
+        # The monitors are removed by the release's default values, before their kinds are deleted.
         operator.upgrade()
         operator.wait_until_ready()
         prometheus.remove_types(api)
 
 
 def start_watched(runs: Runs, faults: Any) -> Run:
-    """A run of a team, of two nodes with a made-up device each, that trains on, evaluates by itself and names
-    the peak of its devices."""
+    """Start a run of a team, of two nodes with one simulated device each, that continues to train, evaluates
+    by itself and sets the peak of its devices."""
     for host in ("n1", "n2"):
         faults.set_gpus(host, 1, resource=DEVICE)
     training = {
@@ -145,7 +145,7 @@ def start_prepared(runs: Runs) -> Run:
 
 
 def fill(query: Query, run: Run) -> str:
-    """The expression as Grafana would ask it for this run."""
+    """Return the expression as Grafana would send it for this run."""
     return query.fill(
         {
             "__rate_interval": "30s",
@@ -158,7 +158,7 @@ def fill(query: Query, run: Run) -> str:
 
 
 def wait_until_replaced(watch: Watch, runs: Runs, faults: Any, run: Run) -> None:
-    """Kill a node that is not rank 0's, and wait until Prometheus has seen both ends of the change."""
+    """Kill a node other than that of rank 0, and wait until Prometheus has scraped both states of the change."""
     pods = run.wait_for_pods(0, 1)
     run.wait_for_world(2)
     wait_for(lambda: watch.are_up(3), "two nodes and a coordinator as targets")
@@ -191,7 +191,7 @@ def test_every_query_of_panels_alerts_and_pages_has_a_result_from_real_runs(
         seconds=900,
     )
     watched.wait_for_step(400)
-    # A rate needs two scrapes after the last news.
+    # A rate needs two scrapes after the last change.
     seen = f'evergrad_operator_run_evaluation_value{{run="prepared",set="heldOut",run_namespace="{runs.namespace}"}}'
     wait_for(
         lambda: watch.client.query(f"count_over_time({seen}[1m]) >= 2"), "the evaluation"
@@ -222,7 +222,7 @@ def test_every_query_of_panels_alerts_and_pages_has_a_result_from_real_runs(
 
 
 def expect_rules_are_evaluated(watch: Watch) -> None:
-    """Prometheus has all rules, and could evaluate each; no alert fires that should not."""
+    """Check that Prometheus has all rules and can evaluate each, and that no unexpected alert fires."""
     groups = watch.client.get("rules")["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     assert {rule["name"] for rule in rules} == {alert.name for alert in ALERTS}

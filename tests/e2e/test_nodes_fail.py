@@ -1,4 +1,4 @@
-"""Nodes of the cluster die, freeze and come back."""
+"""Nodes of the cluster die, freeze and return."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from operator_watch import API_AWAY
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 
 PLACE = "example.com/place"
-"""A made-up device, of which the hosts have just so many as a test needs."""
+"""A simulated device. Hosts have exactly as many as a test needs."""
 SPREAD = [
     {
         "maxSkew": 1,
@@ -28,7 +28,7 @@ SPREAD = [
 
 
 def start_spread(runs: Runs, name: str) -> tuple[Run, dict[int, str]]:
-    """A run with a pod on each node; index → its node."""
+    """Start a run with a pod on each node; returns the node by index."""
     run = runs.start(name, steps=ENDLESS, template={"topologySpreadConstraints": SPREAD})
     pods = run.wait_for_pods(0, 1)
     run.wait_for_world(2)
@@ -84,8 +84,8 @@ def test_17_both_nodes_lost_together_cost_the_steps_after_the_last_checkpoint(
     run.wait_for_step(110)
     for node in ("n1", "n2"):
         faults.kill_node(node)
-    # Nothing trains now. A checkpoint may have been in flight, which has cost the steps since the one before
-    # it.
+    # Nothing trains now. A checkpoint may have been in progress, which costs the steps since the previous
+    # one.
     before, saved = run.newest_step(), run.newest_checkpoint()
     assert saved >= before - 2 * CHECKPOINT_INTERVAL
     faults.restore()
@@ -123,7 +123,7 @@ def test_a_run_below_its_minimum_releases_its_pods_and_another_uses_the_hosts(
         other.wait_for_step(5)
         runs.kubectl("delete", RESOURCE, "other", "--wait=true")
 
-        # Hosts come; the run asks again by itself, after a pause of some minutes.
+        # Hosts become available; the run retries by itself, after a pause of some minutes.
         faults.set_gpus("n2", 1, resource=PLACE)
         short.wait_for_pods(0, 1, seconds=900)
         short.wait_for_step(5)

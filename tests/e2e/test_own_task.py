@@ -1,4 +1,4 @@
-"""A task of the user's own on a cluster: its file travels in the run, and three pods train it under chaos."""
+"""A user's task on a cluster: its file is carried in the run, and three pods train it under chaos."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ OWN = {
 def test_a_user_task_on_three_pods_under_chaos_is_bit_equal_to_the_undisturbed_run(
     runs: Runs, faults: Any, reference: Reference
 ) -> None:
-    """The example's loss is pretraining's, so that both runs must have the same losses, bit by bit."""
+    """The loss of the example equals that of pretraining, so both runs must have the same losses, bit by bit."""
     run = runs.start("own-task", steps=ENDLESS, nodes={"min": 1, "max": 3}, training=OWN)
     run.wait_for_pods(0, 1, 2)
     run.wait_for_world(3)

@@ -1,4 +1,4 @@
-"""Gangs by Kubernetes' own PodGroup, on the control plane of Kubernetes 1.37 (the bed's profile ``next``)."""
+"""Gangs by Kubernetes' PodGroup, on the control plane of Kubernetes 1.37 (the bed's profile ``next``)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +19,7 @@ LOW, HIGH = "evergrad-e2e-low", "evergrad-e2e-high"
 
 @pytest.fixture(scope="module", autouse=True)
 def _gangs(cluster: Any, operator: Any) -> Iterator[None]:
-    """An operator that places runs by Kubernetes' own PodGroup."""
+    """An operator that places runs by Kubernetes' PodGroup."""
     if not cluster.api.is_there(f"/apis/{GROUPS.version}"):
         pytest.skip(
             "this Kubernetes has no PodGroup: EVERGRAD_BED_PROFILE=next brings one up"
@@ -81,7 +81,7 @@ def test_a_group_has_the_priority_of_its_pods_until_the_run_is_suspended(
     first = GROUPS.of(run)
     assert (first["spec"]["priorityClassName"], first["spec"]["priority"]) == (HIGH, 1000)
 
-    # A pod of another priority than its group's would find no host.
+    # A pod with another priority than its group would find no host.
     run.patch({"template": {"priorityClassName": LOW}})
     runs.kubectl("delete", "pod", run.live_pods()[1]["metadata"]["name"], "--wait=false")
     lost = run.wait_for_attempt(1, 1)

@@ -56,7 +56,7 @@ DATA = {"data": {"sources": [{"name": "docs", "path": "/data/documents.jsonl"}]}
 
 @pytest.fixture
 def allowed(operator: Any) -> Iterator[None]:
-    """The installation allows the account ``fetcher``."""
+    """The installation allows the service account ``fetcher``."""
     operator.upgrade(settings=["runs.allowed.serviceAccountNames={fetcher}"])
     yield
     operator.upgrade()
@@ -84,7 +84,7 @@ def test_an_init_container_fetches_data_with_the_token_of_an_allowed_service_acc
         said = runs.kubectl("exec", name, "-c", "trainer", "--", "env")
         variables = dict(line.partition("=")[::2] for line in said.splitlines())
         assert variables["GREETING"] == "hello"
-        # Keys of the ConfigMap that Evergrad sets itself are of no effect.
+        # Keys of the ConfigMap that Evergrad sets itself have no effect.
         assert variables["HOME"] == "/tmp"
         assert variables["EVERGRAD_POD_IP"] == pod["status"]["podIP"]
     (coordinator,) = run.pods(role="coordinator")
@@ -215,7 +215,7 @@ def test_a_script_can_use_values_of_other_objects_and_a_volume_for_its_pod_alone
     wait_for(is_kept_out, "the scheduler's refusal of a second pod")
     runs.kubectl("delete", "pod", "beside", "--now")
 
-    # Values may change without a new run: the next pod has them.
+    # Values may change without a new run: the next pod has the new values.
     runs.kubectl("patch", "secret", "hub", "-p", '{"stringData":{"token":"second"}}')
     run.patch({"restartNonce": "again"})
     wait_for(

@@ -87,7 +87,7 @@ def test_an_rdma_device_comes_with_the_memlock_capability_if_a_profile_allows_it
     runs: Runs, operator: Any, faults: Any
 ) -> None:
     faults.set_gpus("n1", 1, resource=DEVICE)
-    # Pod Security admits the capability on this level only.
+    # Only this level of Pod Security admits the capability.
     runs.kubectl(
         "label", "--overwrite", "namespace", runs.namespace, f"{ENFORCE}=privileged"
     )
@@ -95,7 +95,7 @@ def test_an_rdma_device_comes_with_the_memlock_capability_if_a_profile_allows_it
         "nodes": {"min": 1, "max": 1},
         "resources": {"requests": {DEVICE: "1"}, "limits": {DEVICE: "1"}},
     }
-    # The webhook and the operator call one check: the device is refused when the file is applied.
+    # The webhook and the operator use one check: the device is refused when the file is applied.
     probe = {"name": "probe", "command": ["true"], "resources": changes["resources"]}
     beside = {"nodes": changes["nodes"], "template": {"initContainers": [probe]}}
     for asked in (changes, beside):

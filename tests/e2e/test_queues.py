@@ -496,7 +496,7 @@ def test_each_lost_pod_causes_one_replacement(queue: Queue, faults: Any) -> None
     run = queue.start("lossy")
     run.wait_for_pods(0, 1, 2)
     run.wait_for_world(3)
-    # One is deleted, and saves until its end; another is killed.
+    # One pod is deleted, and saves until its end; another one is killed.
     run.runs.kubectl("delete", "pod", f"{run.name}-0-0", "--wait=false")
     run.wait_for_attempt(0, 1)
     run.wait_for_world(3)
@@ -598,7 +598,7 @@ def test_a_gang_that_requests_a_topology_gets_one_rack_or_waits_for_one(
     # Spread over the hosts, the two would have trained, too; the node above the minimum takes the rest.
     assert hosts(first) == {0: "n2", 1: "n2", 2: "n1"}
 
-    # There is quota for two more nodes, but no rack with room for both.
+    # There is quota for two more nodes, but no rack with space for both.
     first.runs.kubectl(
         *("patch", RESOURCE, "first", "--type=merge"),
         *("--patch", json.dumps({"spec": {"nodes": {"max": 2}}})),

@@ -22,13 +22,13 @@ from bed.product_images import version
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(3600)]
 
 SECONDS = 1500.0
-"""Longest time that the commands of one page may take; two nodes share the two cores of a small machine."""
+"""Time limit of the commands of one page; two nodes share the two cores of a small machine."""
 IMAGE = f"registry.example.com/evergrad-trainer:{version()}"
 """The trainer's image in the pages."""
 SETTINGS = (
     "--set spec.nodes.min=2 --set spec.nodes.max=2 --set spec.training.runtime.threads=1"
 )
-"""Two nodes, and not one until the other has started; one thread each, for the same reason as above."""
+"""Two nodes, and none before the other has started; one thread each, for the same reason as above."""
 PLOTS = ("Training loss", "Evaluation loss", "Learning rate", "Throughput", "Gradient norm")
 SECTIONS = ("Where the time went", "Evaluations", "Checkpoints", "Restarts", "Environment")
 
@@ -75,8 +75,8 @@ PREFERENCE = Example(
 
 
 class Walk:
-    """The commands of pages, given as a user gives them: in a copy of the examples, with the namespace of the
-    test as the context's own."""
+    """The commands of pages, as a user enters them: in a copy of the examples, with the namespace of the test
+    as the context's namespace."""
 
     def __init__(self, runs: Runs, image: str, folder: Path) -> None:
         made = shutil.ignore_patterns("*.jsonl*", "corpus")
@@ -116,7 +116,7 @@ class Walk:
         return said
 
     def train(self, example: Example, *, settings: str = "") -> "subprocess.Popen[str]":
-        """Begin with the commands of an example's page, ``settings`` laid over each of its files."""
+        """Start with the commands of an example's page, with ``settings`` merged into each of its files."""
         script = commands_of(ROOT / f"examples/{example.folder}/README.md", "On a cluster")
         assert script.count(" --wait") == len(example.runs)
         return self.start(script.replace(" --wait", f" {settings} --wait"))
@@ -145,7 +145,7 @@ class Walk:
 
 
 def commands_of(page: Path, title: str) -> str:
-    """The commands of a section: its indented lines."""
+    """Return the commands of a section: its indented lines."""
     found = re.search(
         rf"^## {title}\n(.*?)(?=^## |\Z)", page.read_text("utf-8"), re.DOTALL | re.MULTILINE
     )
@@ -180,7 +180,7 @@ def expect_whole(directory: Path, wanted: tuple[str, ...]) -> None:
     for empty in ("Nothing was evaluated", "No checkpoint has been", "No step has been"):
         assert empty not in page
 
-    # Each figure is drawn, the first of them is the loss, and the number that it ends with is the smaller one.
+    # Each figure is drawn, the first of them is the loss, and its last number is the smaller one.
     figures = re.findall(r"<figure.*?</figure>", page, re.DOTALL)
     assert len(figures) >= len(PLOTS) + 1
     assert [one for one in figures if one.count("<path") < 2] == []

@@ -1,5 +1,4 @@
-"""Runs from their beginning to their end: the quickstart, a finished run, a script, two runs that want one
-directory."""
+"""Runs from start to end: the quickstart, a finished run, a script, and two runs that use one directory."""
 
 import json
 import subprocess
@@ -48,7 +47,7 @@ def test_01_the_quickstart_completes_on_single_node_volumes_and_a_second_apply_d
     )
 
     def is_settled() -> bool:
-        # The operator writes what a pod's end has cost after that end.
+        # The operator records the cost of a pod's end after that end.
         version = run.get()["metadata"]["resourceVersion"]
         time.sleep(5)
         return bool(run.get()["metadata"]["resourceVersion"] == version)
@@ -97,7 +96,7 @@ def test_15_a_finished_run_restored_without_status_is_complete_again_without_a_p
 
 
 def test_after_its_time_to_live_only_the_run_and_its_data_remain(runs: Runs) -> None:
-    # So many that it trains while its children are looked for, one kind after the other.
+    # Enough steps that the run trains while its children are checked, one kind after the other.
     run = runs.start("short-lived", steps=600)
     selector = "evergrad.dev/run=short-lived"
     kinds = ("pods", "configmaps", "services", "poddisruptionbudgets", "networkpolicies")
@@ -219,7 +218,7 @@ def _claim(name: str, storage_class: str) -> dict[str, Any]:
 
 def test_kubectl_shows_the_progress_of_a_run(runs: Runs) -> None:
     """The rows of what users expect of kubectl: wait for Failed, logs by label, get -w with few lines, events
-    in their order."""
+    in order."""
     run = runs.start("watched", steps=150)
     watch = subprocess.Popen(
         [

@@ -34,7 +34,7 @@ def start(runs: Runs, name: str, **changes: Any) -> Run:
 
 
 def go_on(run: Run, *, steps: int = 20) -> None:
-    """Some more steps are trained."""
+    """Wait until some more steps are trained."""
     run.wait_for_step(run.newest_step() + steps)
 
 
@@ -78,7 +78,7 @@ def test_the_operator_stays_healthy_for_200_quiet_seconds_after_a_killed_pod(
     faults.kill_container(runs.namespace, run.live_pods()[1]["metadata"]["name"])
     run.wait_for_attempt(1, 1)
     run.wait_for_world(2)
-    # Quiet for longer than the operator's patience with a watch and its liveness probe together.
+    # Longer than the time after which a watch counts as behind plus that of the liveness probe.
     time.sleep(200)
     assert operator.restarts() == before
     assert operator.is_ready()
@@ -247,8 +247,8 @@ def test_a_resumed_run_of_three_pods_waits_for_its_pods_and_not_for_a_timer(
     assert len(pods) == 4
     made = [datetime.fromisoformat(pod["metadata"]["creationTimestamp"]) for pod in pods]
 
-    # The coordinator plans as soon as the last node is here. A wait for a group of before would take its
-    # lease of ten seconds, and a wait for nodes that do not come 30 s.
+    # The coordinator plans as soon as the last node has joined. A wait for a previous group would take its
+    # lease of ten seconds, and a wait for missing nodes 30 s.
     (coordinator,) = run.live_pods(role="coordinator").values()
     arguments = coordinator["spec"]["containers"][0]["args"]
     assert "--nothing-runs" in arguments
@@ -330,7 +330,7 @@ def test_the_time_of_all_pods_is_counted_across_kills_and_deletions(
             "the end of all pods in the status",
         )
 
-    # The lifetime of a pod: from its creation to the end of its container, as the API server has shown it.
+    # The lifetime of a pod: from its creation to the end of its container, as shown by the API server.
     lives: dict[str, float] = {}
     for event in events:
         pod = event["object"]

@@ -1,4 +1,5 @@
-"""``evergrad validate`` and ``kubectl apply`` give one verdict on a file, and read the same values from it."""
+"""``evergrad validate`` and ``kubectl apply`` give the same verdict on a file, and read the same values from
+it."""
 
 import io
 import json
@@ -24,11 +25,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 AT_ONCE = 4
-"""Calls of kubectl at a time: each mostly waits."""
+"""Number of concurrent kubectl calls: each mostly waits."""
 
 
 def write(folder: Path, table: Mapping[str, Changes]) -> dict[str, Path]:
-    """The name of each row → its file."""
+    """Return the file of each row by name."""
     base = make_manifest("same", steps=20, changes={"template": None})
     files = {}
     for number, (name, changes) in enumerate(table.items()):
@@ -82,7 +83,7 @@ def wait_for_webhook(runs: Runs, folder: Path) -> None:
 
 
 def read_here(file: Path) -> dict[str, Any]:
-    """The values that a file has for ``evergrad``, in the form in which a server stores them."""
+    """Return the values that ``evergrad`` reads from a file, in the form in which a server stores them."""
     raw = with_whole_numbers(load_manifest(file).raw)
     schema = build_spec()
     spec = with_defaults(schema, without_stored_nulls(schema, raw["spec"]))
@@ -90,7 +91,7 @@ def read_here(file: Path) -> dict[str, Any]:
 
 
 def read_there(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that a server would store."""
+    """Return the values that a server would store."""
     return comparable(stored["metadata"], stored["spec"])
 
 
@@ -113,7 +114,7 @@ def test_validate_and_apply_give_the_same_verdict_and_parse_one_file_alike(
 ) -> None:
     wait_for_webhook(runs, tmp_path)
     tables = {"accepted": ACCEPTED, "refused": REFUSED, "stricter": STRICTER}
-    # As here, kubectl: the codes of validate, and whether kubectl ends with 0.
+    # For kubectl as for validate: the exit codes of validate, and whether kubectl exits with 0.
     expected = {"accepted": (0, True), "refused": (64, False), "stricter": (64, True)}
     apart: list[str] = []
     for kind, table in tables.items():

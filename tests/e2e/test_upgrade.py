@@ -27,7 +27,7 @@ NARROW = ("crds.install=false", "rbac.scope=namespaced", "rbac.aggregatedRoles=f
 
 
 def uids(run: Run) -> dict[str, str]:
-    """Name → uid of all its pods."""
+    """Return the uid of all its pods by name."""
     return {
         pod["metadata"]["name"]: pod["metadata"]["uid"]
         for role in ("node", "coordinator")
@@ -43,7 +43,7 @@ def start(runs: Runs, name: str) -> Run:
 
 
 def expect_undisturbed(run: Run, pods: dict[str, str]) -> None:
-    """Twenty more steps by the same pods, of which none was trained before."""
+    """Check that the same pods train twenty more steps without repeating any."""
     run.wait_for_step(run.newest_step() + 20)
     assert uids(run) == pods
     assert run.repeated_steps() == 0
@@ -59,7 +59,7 @@ def expect_reported(run: Run) -> None:
 
 
 def fields_of_crd(operator: Operator) -> Any:
-    """The schema of the run's training, as the API server has it."""
+    """Return the schema of the run's training, as stored by the API server."""
     found = json.loads(operator.kubectl("get", "crd", CRD, "--output", "json"))
     return found["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"][
         "properties"
@@ -67,7 +67,7 @@ def fields_of_crd(operator: Operator) -> Any:
 
 
 def fields_of_tree() -> Any:
-    """The same, of this tree."""
+    """Return the same schema of this tree."""
     crd = yaml.safe_load((ROOT / "crds/trainingrun.yaml").read_text())
     return crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"][
         "properties"
@@ -76,7 +76,7 @@ def fields_of_tree() -> Any:
 
 @pytest.fixture(scope="module")
 def first(cluster: Any, operator: Operator) -> Operator:
-    """The first release under the session's operator's name, not installed; its images are there."""
+    """The first release under the name of the session's operator, not installed; its images are loaded."""
     if not cluster.is_bed:
         pytest.skip("The first release's images are built for the bed only.")
     operator_image, trainer_image = cluster.earlier_images(FIRST_COMMIT, tag=FIRST_TAG)
@@ -97,7 +97,7 @@ def back_afterwards(operator: Operator) -> Iterator[None]:
 
 @pytest.mark.long
 @pytest.mark.operator_ends
-@pytest.mark.operator_errors(".")  # the first release's own are not judged here
+@pytest.mark.operator_errors(".")  # errors of the first release are not judged here
 def test_a_run_of_the_first_release_trains_through_an_upgrade_and_its_rollback(
     first: Operator, runs: Runs, operator: Operator
 ) -> None:
@@ -122,7 +122,7 @@ def test_a_run_of_the_first_release_trains_through_an_upgrade_and_its_rollback(
         expect_undisturbed(run, pods)
         expect_reported(run)
 
-    # Upgraded again: a lost node is replaced as ever.
+    # Upgraded again: a lost node is replaced as before.
     expect_undisturbed(run, pods)
     expect_reported(run)
     runs.kubectl("delete", "pod", run.live_pods()[1]["metadata"]["name"], "--wait=false")
@@ -187,7 +187,7 @@ def installed(operator: Operator, *namespaces: str) -> Iterator[list[Operator]]:
 def test_two_installations_each_serve_one_namespace_and_are_removed_one_by_one(
     runs: Runs, other_runs: Runs, operator: Operator, reference: Reference
 ) -> None:
-    # The session's operator serves all namespaces, and no run may have two.
+    # The session's operator serves all namespaces, and no run may have two operators.
     with operator.gone(), installed(operator, runs.namespace, other_runs.namespace) as ones:
         one, other = start(runs, "same"), start(other_runs, "same")
         expect_reported(one)
@@ -195,7 +195,7 @@ def test_two_installations_each_serve_one_namespace_and_are_removed_one_by_one(
         for served, unserved in zip(ones, reversed(ones), strict=True):
             assert unserved.namespace not in served.logs()
 
-        # One of them goes: its run trains on, and the other is served as before.
+        # One of them is uninstalled: its run continues to train, and the other is served as before.
         pods, other_pods = uids(one), uids(other)
         ones[0].helm("uninstall", RELEASE, "--wait", "--cascade", "foreground")
         expect_undisturbed(one, pods)

@@ -30,7 +30,7 @@ UNSEEN |= {(resource, "patch") for resource in ("poddisruptionbudgets", "network
 
 
 def requests() -> Iterator[dict[str, Any]]:
-    """Every recorded request of the operator for a resource."""
+    """Return every recorded request of the operator for a resource."""
     with (CLUSTER / "logs/audit.jsonl").open() as file:
         for line in file:
             if f'"{ACCOUNT}"' in line and line.endswith("\n"):

@@ -23,7 +23,7 @@ def test_the_commands_of_readme_and_quickstart_train_the_run_and_show_it(
     assert re.search(r"quickstart +Complete", printed["kubectl get trun"])
     assert "all 200 steps are done" in printed["evergrad status quickstart"]
 
-    # Applied again nothing changes, and a watch, which never ends by itself, shows the run as it is.
+    # A second apply changes nothing, and a watch, which never ends by itself, shows the current run.
     apply, watch, wait, logs = read_commands("examples/quickstart/README.md")
     assert "trainingrun.evergrad.dev/quickstart unchanged" in shell.run(apply)
     assert re.search(

@@ -35,7 +35,7 @@ def test_the_files_of_the_newest_checkpoint_are_read_completely(
 
 
 def test_the_manifest_is_not_read_ahead(checkpoints: Path) -> None:
-    """It is what everything else is compared with, and is read when the choice is made."""
+    """The manifest is compared with everything else, and is read when the checkpoint is chosen."""
     held = read_ahead(checkpoints, memory_bytes=2**20)
     assert held is not None
     held.wait()

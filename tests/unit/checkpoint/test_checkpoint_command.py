@@ -139,7 +139,7 @@ def test_verify_skips_checkpoints_that_a_training_run_has_retired(
     steps = iter((30, 40))
 
     def hold(catalog: Catalog, name: str) -> contextlib.AbstractContextManager[None]:
-        # The run saves before the older one is reached.
+        # The run saves before the older checkpoint is reached.
         held = real(catalog, name)
         solo.save(next(steps))
         return held

@@ -27,7 +27,7 @@ def candidate(
 
 
 def evaluate(directory: Path, *names: str) -> None:
-    """Mark checkpoints as a pod does that has evaluated them."""
+    """Mark checkpoints as a pod does after their evaluation."""
     there = open_store(directory).catalog.scan()
     write_marks(directory, [one for one in there if one.name in names], there=there)
 

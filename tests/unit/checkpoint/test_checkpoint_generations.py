@@ -59,7 +59,7 @@ def test_a_directory_that_cannot_be_created_is_an_error_of_the_run_directory(
 def test_a_claim_is_retried_while_the_volume_is_unavailable_and_may_find_its_own_first_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first try dies after its file was made, the second before."""
+    """The first attempt fails after its file was created, the second before."""
     monkeypatch.setattr("evergrad_trainer.base.volume.time.sleep", lambda seconds: None)
     fsync, failures = os.fsync, [errno.EIO, errno.ESTALE]
 
@@ -102,7 +102,7 @@ def test_on_a_full_volume_the_file_name_alone_claims_a_given_number(
 def test_an_empty_claim_of_another_process_is_not_reclaimed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes while the first try fails before its own file was made."""
+    """It is created while the first attempt fails before its own file was created."""
     monkeypatch.setattr("evergrad_trainer.base.volume.time.sleep", lambda seconds: None)
     real, failures = Path.open, [errno.EIO]
 

@@ -26,7 +26,7 @@ FILES = [SHARD, "tensors.json"]
 
 @pytest.fixture
 def read_bytes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Bytes read by position, by file name: so shards are read."""
+    """Bytes read by position, by file name: shards are read in this way."""
     counted: Counter[str] = Counter()
     preadv = os.preadv
 
@@ -54,7 +54,7 @@ def test_each_byte_of_a_restored_checkpoint_is_read_once(
 ) -> None:
     solo = make_solo()
     solo.save(10)
-    monkeypatch.setattr(files, "hash_file", None)  # the way that reads a second time
+    monkeypatch.setattr(files, "hash_file", None)  # the path that reads a second time
     assert make_solo().restore() == 10
     assert dict(read_bytes) == sizes(solo.directory / "step-10")
 

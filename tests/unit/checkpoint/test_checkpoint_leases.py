@@ -53,7 +53,7 @@ def test_a_lease_that_is_not_renewed_expires(
 ) -> None:
     solo = make_solo(keep=1)
     solo.save(1)
-    # As a reader that was killed leaves it.
+    # As a killed reader leaves it.
     lease = solo.directory / "leases" / "step-1.77-abc"
     lease.parent.mkdir()
     lease.write_text('{"checkpoint": "step-1"}\n')
@@ -90,7 +90,7 @@ def refuse(*_: Any, **__: Any) -> None:
 def test_an_expired_lease_that_cannot_be_removed_does_not_block_retention(
     make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a reader of another user leaves it, who was killed."""
+    """As a killed reader of another user leaves it."""
     solo = make_solo(keep=1)
     solo.save(1)
     lease = solo.directory / "leases" / "step-1.77-abc"

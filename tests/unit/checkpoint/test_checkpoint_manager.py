@@ -1,5 +1,4 @@
-"""The policy in a world of one: saving by value, failures, the fence, retention, restoring and
-falling back."""
+"""The policy in a world of one: saving by value, failures, the fence, retention, restore and fallback."""
 
 import errno
 import json
@@ -35,7 +34,7 @@ MakeState = Callable[[int], dict[str, torch.Tensor]]
 
 
 class At:
-    """Runs an action at one point, as often as asked."""
+    """Runs an action at one point, the requested number of times."""
 
     def __init__(self, point: str, action: Callable[[], object], *, times: int = 1) -> None:
         self._point, self._action, self._times = point, action, times
@@ -133,8 +132,8 @@ def test_a_second_save_waits_for_the_first(
     solo = make_solo(hook=At(faults.BEFORE_FSYNC, lambda: is_second.wait(60)))
     solo.manager.save(10, make_state(10), extra={"step": 10})
     assert solo.types() == []
-    # The first save cannot have ended before this. If it has when the second returns, the second waited for
-    # it.
+    # The first save cannot have ended before this point. If it has ended when the second returns, the second
+    # waited for it.
     is_second.set()
     assert solo.manager.save(20, make_state(20), extra={"step": 20}) > 0.0
     assert solo.types() == ["save"]
@@ -330,7 +329,7 @@ def test_a_full_volume_never_removes_the_newest_or_a_pinned_checkpoint(
         solo.save(50)
     assert solo.names() == ["step-10", "step-20", "step-30", "step-40"]
 
-    # Only one is left that may go; the second try fails as well, and nothing more is removed.
+    # Only one may still be removed; the second attempt fails as well, and nothing more is removed.
     solo.save(50)
     assert solo.names() == ["step-10", "step-20", "step-40"]
     assert solo.types() == ["save_failed", "save_failed", "save_failed", "warning"]
@@ -445,7 +444,7 @@ def test_poll_detects_a_newer_claim_without_raising(make_solo: MakeSolo) -> None
     assert not solo.manager.is_fenced()
     claim_generation(solo.directory)
     solo.manager.poll()
-    assert not solo.manager.is_fenced()  # it looks every few seconds only
+    assert not solo.manager.is_fenced()  # it checks every few seconds only
     solo.manager._fence._next_look = 0.0
     solo.manager.poll()
     assert solo.manager.is_fenced()
@@ -508,7 +507,7 @@ def test_a_permanent_checkpoint_is_kept_although_a_later_start_has_other_setting
         extra = {"step": step, **({"permanent": True} if step == 20 else {})}
         solo.manager.save(step, make_state(step), extra=extra, wait=True)
     assert solo.names() == ["step-20", "step-30"]
-    # The mark is in the checkpoint: another file, another process and a lost pointer do not take it away.
+    # The mark is in the checkpoint, so another file, another process and a lost pointer do not remove it.
     again = make_solo(keep=1)
     again.save(40)
     again.save(50)
@@ -732,7 +731,7 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_older_one_loads(
 def test_an_unreported_fallback_is_reported_by_the_next_process(
     make_solo: MakeSolo,
 ) -> None:
-    """The only process may be killed between setting a checkpoint aside and its first event."""
+    """The only process may be killed between the quarantine of a checkpoint and its first event."""
     lost = begin_again(make_solo)
     lost.restore()
     ((_, reported), _) = lost.events
@@ -742,7 +741,7 @@ def test_an_unreported_fallback_is_reported_by_the_next_process(
     assert [name for name, _ in again.events] == ["restored"]
     again.manager.note_announced()
     assert again.events[1:] == [("fallback", reported)]
-    # Whoever has reported it already, or has nothing to report, does so once.
+    # A process that has reported it already, or has nothing to report, does so once.
     again.manager.note_announced()
     assert len(again.events) == 2
     after = make_solo()
@@ -955,7 +954,7 @@ def test_parameters_that_require_gradients_are_filled_in_place(
     assert torch.equal(parameter.detach(), make_state(10)["model.weight"])
 
 
-# Leaving
+# Abandoning
 
 
 def test_close_waits_for_the_running_save(
@@ -992,7 +991,7 @@ def test_abandon_reports_a_save_that_ends_in_time_and_leaves_one_that_does_not(
 def test_a_listing_that_fails_is_retried_and_then_a_host_fault(
     make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the checkpoints would be called lost, and the run would end for good."""
+    """Otherwise the checkpoints would be reported as lost, and the run would end permanently."""
     make_solo().save(10)
     solo = make_solo()
     monkeypatch.setattr("evergrad_trainer.base.volume.time.sleep", lambda seconds: None)

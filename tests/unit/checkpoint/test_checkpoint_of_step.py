@@ -23,7 +23,7 @@ STEP = 10
 
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses between two tries, none of which is made."""
+    """Record the pauses between two attempts without waiting."""
     made: list[float] = []
     monkeypatch.setattr("evergrad_trainer.base.volume.time.sleep", made.append)
     return made
@@ -38,7 +38,7 @@ def load(solo: Any, state: dict[str, torch.Tensor], *, is_right: bool = True) ->
 def refuse(
     monkeypatch: pytest.MonkeyPatch, solo: Any, method: str, *, times: int
 ) -> list[str]:
-    """Have a method of the reader fail this often; the names that it was called with then."""
+    """Let a method of the reader fail this number of times. Returns the names with which it was called."""
     reader: CheckpointReader = solo.manager._store.reader
     original, refused = getattr(reader, method), list[str]()
 
@@ -68,7 +68,7 @@ def test_a_valid_checkpoint_that_becomes_unreadable_is_not_reported_as_lost(
     monkeypatch: pytest.MonkeyPatch,
     pauses: list[float],
 ) -> None:
-    """Called lost, it would end the run for good, although a later start may read it."""
+    """If it were reported as lost, the run would end permanently, although a later start may read it."""
     solo = make_solo()
     solo.save(STEP)
     refuse(monkeypatch, solo, "open_shard", times=10**6)
@@ -92,7 +92,7 @@ def test_the_only_checkpoint_of_a_run_is_not_reported_as_lost_if_unreadable(
 def test_a_manifest_that_is_temporarily_unreadable_costs_no_checkpoint(
     make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It had validated, so that an older one would have been loaded in its place."""
+    """It had validated, so an older one would have been loaded instead."""
     solo = make_solo()
     solo.save(STEP)
     solo.save(STEP + 10)

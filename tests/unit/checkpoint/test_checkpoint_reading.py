@@ -1,5 +1,4 @@
-"""Boxes of stored tensors: any part of any chunking is read into any target, without copying what needs no
-copy."""
+"""Boxes of stored tensors: any part of any chunking is read into any target, with copies only if necessary."""
 
 import json
 import os
@@ -34,7 +33,7 @@ from evergrad_trainer.checkpoint.tensor_table import (
 
 
 class MemoryShard:
-    """A shard that is bytes in memory."""
+    """A shard whose bytes are in memory."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -165,7 +164,7 @@ def test_a_rank_of_a_sharded_model_reads_only_its_own_part(
     third_of_four: DeviceMesh,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Counted where bytes are read; the checkpoint was written by a world of one."""
+    """Count the read bytes; the checkpoint was written by a world of one."""
     whole = {
         "model.a": torch.randn(64, 32),
         "model.b": torch.randn(40),
@@ -195,5 +194,5 @@ def test_a_rank_of_a_sharded_model_reads_only_its_own_part(
     read_state(reader, "step-10", table, wanted)
     assert torch.equal(state["model.a"].to_local(), whole["model.a"][32:48])
     assert torch.equal(state["model.b"].to_local(), whole["model.b"][20:30])
-    # A quarter of each matrix, and all of what every rank has.
+    # A quarter of each matrix, and all replicated tensors.
     assert sum(counted) == (whole["model.a"].nbytes + whole["model.b"].nbytes) // 4 + 4

@@ -1,4 +1,4 @@
-"""Which checkpoints go and which is the best: values in, names out."""
+"""Which checkpoints are removed and which is the best: values in, names out."""
 
 from hypothesis import given
 from hypothesis import strategies as st

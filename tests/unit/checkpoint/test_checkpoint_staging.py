@@ -1,4 +1,4 @@
-"""The snapshot: by value, into memory that is used again, each replicated tensor by one rank."""
+"""The snapshot: by value, into reused memory, each replicated tensor by one rank."""
 
 import pytest
 import torch

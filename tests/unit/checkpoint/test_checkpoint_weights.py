@@ -209,7 +209,7 @@ def test_inspection_finds_the_checkpoint_that_a_load_would_use_and_reads_no_tens
         == look_at(run, step=10)[1].step
         == 10
     )
-    # One that is cut short is passed over, and whether bits are right is left to the load.
+    # A truncated checkpoint is skipped; the bits are checked by the load.
     shards = sorted((run / "checkpoints" / "step-20").glob("rank-*.bin"))
     flipped = bytearray(shards[0].read_bytes())
     flipped[0] ^= 1
@@ -239,7 +239,7 @@ def test_a_training_run_does_not_retire_a_checkpoint_that_is_being_read(
     solo.save(10)
 
     def validate(reader: CheckpointReader, name: str, **options: Any) -> Any:
-        # As slow as a large one is: the run saves meanwhile.
+        # As slow as a large checkpoint: the run saves in the meantime.
         found = real(reader, name, **options)
         monkeypatch.setattr(CheckpointReader, "validate", real)
         solo.save(next(steps))
@@ -267,7 +267,7 @@ def test_a_checkpoint_retired_before_its_lease_is_replaced_by_a_newer_one(
 ) -> None:
     run, real = tmp_path / "run", Catalog.hold
     solo = make_solo(directory=run / "checkpoints", keep=1)
-    # The best one stays, and is older than what a reader wants.
+    # The best one is kept, and is older than the one that a reader wants.
     solo.save(10, best=True)
     solo.save(20)
 
@@ -293,7 +293,7 @@ def test_a_copy_of_a_checkpoint_is_read_without_a_lease(
 def test_a_read_only_run_is_read_without_a_lease_and_with_a_log_message(
     run: Path, make_state: MakeState, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # As on a volume that is mounted to be read.
+    # As on a volume that is mounted read-only.
     (run / "checkpoints" / "leases").touch()
     assert load_weights(run, make_state(0)).step == 20
     assert find(run).name == "step-20"

@@ -761,7 +761,7 @@ def test_wait_has_an_exit_code_for_each_result(
 def test_a_failure_before_a_new_nonce_ends_no_wait(
     api: Api, make_run: Make, goal: str, old: str | None, new: str | None
 ) -> None:
-    # None: the field is not there. Taking it away restarts a failed run, too.
+    # None: the field is absent. Its removal restarts a failed run, too.
     spec = {} if new is None else {"restartNonce": new}
     status = {} if old is None else {"restartNonce": old}
     api.on("GET", RUN, make_run(spec=spec, phase="Failed", conditions=[FAILED], **status))
@@ -897,12 +897,12 @@ def test_a_stall_counts_only_after_its_duration_and_for_the_current_spec(
     assert watch.judge(stalled) is None
     now[0] = 29.0
     assert watch.judge(stalled) is None
-    # Corrected, and wrong again: the time begins again.
+    # Corrected, and invalid again: the time starts again.
     assert watch.judge(parse_run(make_run())) is None
     assert watch.judge(stalled) is None
     now[0] = 58.0
     assert watch.judge(stalled) is None
-    # The operator has yet to see the newest spec.
+    # The operator has not observed the newest spec yet.
     assert watch.judge(parse_run(make_run(**{**STALLED, "observedGeneration": 0}))) is None
     assert watch.judge(stalled) is None
     now[0] = 88.0
@@ -1019,7 +1019,7 @@ NON_FINITE = {"phase": "Suspended", "reason": "NonFinite"}
         ({}, STOPPED, None),
         ({}, NON_FINITE, None),
         ({"suspend": False}, {"phase": "Suspending", "reason": "Suspending"}, None),
-        # Suspended after its stop, which the operator has not seen yet and therefore never will.
+        # Suspended after its stop, which the operator has not observed and therefore never will.
         ({"suspend": True}, STOPPED, False),
         ({"suspend": True}, NON_FINITE, False),
     ],
@@ -1084,7 +1084,7 @@ def test_a_run_whose_recipe_would_stop_it_again_at_once_is_not_resumed(
     assert ("has finished step 1100, and spec.training.stop.afterStep is 1100" in told) == (
         code == 64
     )
-    # With storage.whenDeleted: Delete, the checkpoints would go with the run.
+    # With storage.whenDeleted: Delete, the checkpoints would be deleted with the run.
     assert "delete" not in told
 
 

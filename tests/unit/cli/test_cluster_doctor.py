@@ -335,7 +335,7 @@ def test_nodes_are_counted_with_their_accelerators() -> None:
 
 @pytest.fixture
 def cluster(api: Api) -> Api:
-    """A cluster where everything is right, except that nothing of storage may be read."""
+    """A cluster without problems, except that no storage object may be read."""
     items = {"metadata": {}, "items": []}
     api.on("GET", "/version", {"major": "1", "minor": "34", "gitVersion": "v1.34.4"})
     api.on(
@@ -421,7 +421,7 @@ DAY = 86_400.0
 
 
 def data_at(now: float) -> dict[str, str]:
-    """The Secret's data as the operator makes it at ``now``: 365 days, its authority 3,650."""
+    """The Secret's data as the operator creates it at ``now``: valid for 365 days, its authority for 3,650."""
     bundle = renew(None, ("evergrad.system.svc",), now=datetime.fromtimestamp(now, UTC))
     assert bundle is not None
     return write_bundle(bundle)
@@ -452,7 +452,7 @@ def test_a_webhook_that_refuses_the_probe_passes() -> None:
     )
     found = webhook_checks.check_webhook(asked, None, None, None, now=NOW)
     assert (found.state, found.remedy) == (CheckState.OK, "")
-    # A quota, a policy, or no right to make runs.
+    # A quota, a policy, or no permission to create runs.
     other = webhook_checks.judge_refusal(["a trainingrun"], "is not allowed")
     found = webhook_checks.check_webhook(other, None, None, None, now=NOW)
     assert (found.state, found.message) == (
@@ -506,13 +506,13 @@ def test_a_webhook_that_does_not_respond_is_reported_with_reason_and_remedy() ->
         "look right"
         in webhook_checks.check_webhook(ACCEPTED, right, READY, same, now=NOW).message
     )
-    # One that may not be passed over keeps all runs from being made.
+    # A webhook that must not be skipped prevents the creation of all runs.
     failed = webhook_checks.check_webhook(FAILED, ours, [], None, now=NOW)
     assert failed.state is CheckState.FAIL and "no run can be created" in failed.message
 
 
 def among(*namespaces: str) -> dict[str, Any]:
-    """Our webhook of an operator that serves ``namespaces`` alone, as the chart writes it."""
+    """The webhook of an operator that serves only ``namespaces``, as the chart writes it."""
     label = "kubernetes.io/metadata.name"
     expression = {"key": label, "operator": "In", "values": [*namespaces]}
     entry = configured(None)[1]["webhooks"][0]
@@ -535,7 +535,7 @@ def test_the_checked_webhook_is_the_one_of_this_namespace() -> None:
         "no webhook covers this namespace, green; a wrong file is"
     )
     assert "rbac.watchNamespaces" in shown.remedy
-    # One without a choice of namespaces is asked about all.
+    # A webhook without a namespace selector is called for all namespaces.
     everywhere = [*both, *configured(None)]
     assert (
         "caBundle"

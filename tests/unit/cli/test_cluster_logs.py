@@ -169,7 +169,7 @@ class Story:
         self._api.on("GET", f"{PODS}/{name}/log", lambda request: self._next(name))
 
     def ending(self, *texts: str) -> Callable[[], str]:
-        """An answer that is the last: the run is over as these lines are read."""
+        """The final response: the run has ended when these lines are read."""
 
         def answer() -> str:
             self.is_over = True
@@ -346,7 +346,7 @@ def test_follow_continues_after_a_failure_that_a_new_nonce_clears(
 
 
 class BreakingCluster:
-    """A cluster with one pod. Each of its streams breaks after ``lines_each`` lines, but for the last."""
+    """A cluster with one pod. Each of its streams breaks after ``lines_each`` lines, except the last."""
 
     namespace = "lab"
 
@@ -368,7 +368,7 @@ class BreakingCluster:
 
     def lines(self, path: str, *, query: dict[str, str], **rest: Any) -> Iterator[bytes]:
         self.num_streams += 1
-        # As the API server: sinceTime counts in whole seconds, and that second is sent again.
+        # Like the API server: sinceTime counts in whole seconds, and that second is sent again.
         since = query.get("sinceTime", "")[:19]
         todo = [line for line in self._lines if line[:19] >= since]
         for line in todo[: self._lines_each + bool(since)]:
@@ -379,7 +379,7 @@ class BreakingCluster:
 
 
 def follow(cluster: Any, show: Callable[[Line], None]) -> list[str]:
-    """Follow all of ``cluster``'s run; returns the remarks."""
+    """Follow the whole run of ``cluster``; returns the remarks."""
     remarks: list[str] = []
     reader = LogReader(cluster, show, tail=None)
     LogFollower(cluster, "docs-lm", Selection(), reader, remark=remarks.append).follow()
@@ -390,7 +390,7 @@ def test_a_stream_that_breaks_after_some_lines_resumes_after_the_last_line(
     make_run: Make,
 ) -> None:
     shown: list[str] = []
-    # More breaks than a reader takes without a line.
+    # More breaks than a reader tolerates without a line.
     cluster = BreakingCluster(make_run, num_lines=200, lines_each=2)
     assert follow(cluster, lambda line: shown.append(line.text)) == []
     assert shown == [str(number) for number in range(200)]

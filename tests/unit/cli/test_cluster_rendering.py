@@ -406,7 +406,7 @@ def test_advice_covers_the_other_states(make_run: Make) -> None:
         ({}, None, False),
         ({"whenDeleted": "Delete"}, None, True),
         ({"whenDeleted": "Delete"}, {"goesWithRun": True}, True),
-        # Others use the claim.
+        # Other runs use the claim.
         ({"whenDeleted": "Delete"}, {"goesWithRun": False}, False),
         # The claim still has its owner.
         ({"whenDeleted": "Retain"}, {"goesWithRun": True}, True),
@@ -433,7 +433,7 @@ def test_a_run_of_another_controller_is_shown_with_that_controller(make_run: Mak
     assert (
         status_document(facts, now=NOW)["run"]["managedBy"] == "kueue.x-k8s.io/multikueue"
     )
-    # The operator's own name is as none.
+    # The operator's own name is equal to no name.
     ours = make_run(spec={"managedBy": "evergrad.dev/operator"})
     assert not any(
         "Managed by" in line
@@ -664,7 +664,7 @@ def test_a_run_without_a_status_is_pending(
 
 
 def documented(command: str) -> set[str]:
-    """The keys that docs/operate/cluster-cli.md gives for a command's document."""
+    """Return the keys that docs/operate/cluster-cli.md lists for a command's document."""
     text = (
         (Path(__file__).resolve().parents[3] / "docs/operate/cluster-cli.md")
         .read_text()

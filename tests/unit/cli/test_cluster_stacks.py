@@ -1,4 +1,4 @@
-"""``evergrad stacks``: of a run directory, and of the pods of a run."""
+"""``evergrad stacks`` for a run directory, and for the pods of a run."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_a_local_run_is_found_by_its_directory_or_its_name(
         assert labels[process.pid] == "rank 0"
     finally:
         process.communicate(b"\n")
-    # The command has ended: its number may be another process's by now.
+    # The command has ended: its number may belong to another process now.
     with locked_record(directory) as file:
         os.ftruncate(file, 0)
     assert main(["stacks", "docs-lm"]) == 64
@@ -96,7 +96,7 @@ def test_stacks_are_requested_from_one_pod_after_another(
 
 
 def pod(index: int) -> dict[str, Any]:
-    """The pod of a node that runs."""
+    """The pod of a running node."""
     labels = {
         "evergrad.dev/role": "node",
         "evergrad.dev/attempt": "0",

@@ -107,7 +107,7 @@ for arguments in ARGUMENTS(CLUSTER_COMMANDS):
 
 
 def _run_without_trainer(arguments: str) -> subprocess.CompletedProcess[str]:
-    """``arguments``: an expression that maps the names of the cluster's commands to command lines."""
+    """``arguments``: an expression that maps the names of the cluster commands to command lines."""
     code = _WITHOUT_TRAINER.replace("ARGUMENTS", f"(lambda names: {arguments})")
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -207,7 +207,7 @@ def test_remedies_for_commands_of_other_trainers_name_existing_commands() -> Non
 def run_printing(
     ending: str, *, to: str, shell: str, unbuffered: str = "", **streams: Any
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a command that prints without a flush, as most do, and ends with ``ending``.
+    """Run a command that prints without a flush, like most commands, and ends with ``ending``.
 
     ``shell``: redirections of its streams.
     """
@@ -221,7 +221,7 @@ def run_printing(
         "command = types.SimpleNamespace(NAME='list', execute=execute)\n"
         "sys.exit(_execute(argparse.Namespace(command=command, is_for_cluster=True, errors='text')))"
     )
-    # An empty value is none at all.
+    # An empty value counts as no value.
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     command = ["sh", "-c", f'exec "$@" {shell}', "sh", sys.executable, "-c", code]
     return subprocess.run(command, check=False, env=environment, **streams)
@@ -230,7 +230,7 @@ def run_printing(
 def run_unread(
     ending: str, *, stream: str, unbuffered: str = ""
 ) -> subprocess.CompletedProcess[bytes]:
-    """The same, with a pipe as ``stream`` from which no process reads."""
+    """Run the same command with a pipe as ``stream`` from which no process reads."""
     reading, writing = os.pipe()
     os.close(reading)
     other = "stderr" if stream == "stdout" else "stdout"
@@ -279,7 +279,7 @@ def test_a_command_ends_normally_if_an_output_is_closed(
     to = "stdout" if closed == "1" else "stderr"
     result = run_printing(ending, to=to, shell=f"{closed}>&-", capture_output=True)
     assert result.returncode == code
-    # The other one has nothing that belongs to the closed one.
+    # The other stream has no content of the closed one.
     assert result.stdout == b""
     said = b"error: spec" if (ending, closed) == (WRONG, "1") else b""
     assert result.stderr.startswith(said) and bool(result.stderr) == bool(said)

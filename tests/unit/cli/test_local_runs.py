@@ -1,4 +1,4 @@
-"""Commands that take a run directory of this machine where others take the name of a run on a cluster."""
+"""Commands that accept a run directory of this machine in place of the name of a run on a cluster."""
 
 import errno
 import json
@@ -13,7 +13,7 @@ from evergrad_cli.main import KNOWN_VARIABLES, find_unknown_variables, main
 
 
 def write_run(directory: Path, *, steps: int, saved: int | None) -> Path:
-    """Write the files of a run that has trained ``steps`` of 20 steps and still runs."""
+    """Write the files of a run that has trained ``steps`` of 20 steps and is still running."""
     directory.mkdir(parents=True)
     now = time.time()
     events = [

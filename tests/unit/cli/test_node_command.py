@@ -101,7 +101,7 @@ def test_an_unwritable_run_directory_is_retried_and_then_a_host_fault(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(pod, "HOST_PAUSES", (0.0, 0.0))
-    # Nobody may make a directory there, not even root.
+    # Even root cannot create a directory there.
     code, (kind, text) = start_node(tmp_path, "--run-directory", "/sys/evergrad/run")
     assert (code, kind) == (70, ErrorKind.ENVIRONMENT)
     assert f"host {socket.gethostname()}: /sys/evergrad" in text

@@ -50,7 +50,7 @@ def test_a_run_that_others_trained_while_a_node_prepared_its_data_counts_as_trai
         is_one_of_many=is_one_of_many,
     )
     session_plan._prepare(request)
-    # A task's fault on one node is then that host's, and ends no run.
+    # A fault of the task on one node is then a host fault, and ends no run.
     assert said == [is_one_of_many]
 
 
@@ -59,7 +59,7 @@ NEWER = DataStart((SourcePosition("a", "A", 0, 24),), 6, (), "theirs")
 
 
 class Node:
-    """A node that is to begin a run at the position of another one, whose newest checkpoint is of step 6."""
+    """A node that starts a run at the position of another run, whose newest checkpoint is of step 6."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.directory = RunDirectory(path / "run")
@@ -146,7 +146,7 @@ def test_a_file_that_loads_more_of_another_run_than_the_start_is_refused_by_that
         CheckpointError, match="load: position here, and this run began with weights"
     ):
         node.plan(began, is_one_of_many=False)
-    # A node alone must not end the run of the others.
+    # A single node must not end the run of the others.
     node.plan(began)
     # With steps, the load reports the problem; with checkpoints, the field has no effect.
     node.others_begin(has_record=False)

@@ -34,7 +34,7 @@ spec:
 
 
 def prepare_in_pod(folder: Path, lines: str) -> tuple[int, tuple[ErrorKind | None, str]]:
-    """Run the command as the operator starts it; return its exit code and its last messages."""
+    """Run the command as the operator starts it; return its exit code and its termination message."""
     (folder / "config").mkdir()
     (folder / "config/run.yaml").write_text(MANIFEST)
     (folder / "volume").mkdir()
@@ -138,12 +138,12 @@ def test_a_port_in_use_disables_the_page_and_not_the_preparation(
 def test_a_client_that_never_completes_its_request_does_not_delay_the_end_of_the_pod(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # A close that waited for the caller would outlast the test's own timeout.
+    # A close that waited for the client would outlast the timeout of the test.
     monkeypatch.setattr(pod._Handler, "timeout", 10 * PATIENCE)
     page = StatusPage("secret", port=0)
     with socket.create_connection(("127.0.0.1", page.port or 0)) as caller:
         caller.sendall(b"GET /status")
-        # The next caller waits, because the page is busy with the first.
+        # The next client waits, because the page is busy with the first.
         time.sleep(0.2)
         page.close()
         assert page.port is None

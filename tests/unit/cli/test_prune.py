@@ -145,7 +145,7 @@ def test_a_run_is_kept_if_its_claim_would_be_deleted_with_it_and_another_run_mou
     assert kept.why.endswith(
         "is deleted with it (storage.whenDeleted), and run tune uses it"
     )
-    # The operator has seen it, and the claim is not the run's any more.
+    # The operator has observed it, and the claim no longer belongs to the run.
     best["status"]["volume"] = {"goesWithRun": False}
     (goes,) = find_old_runs([best, tune], older_than=DAY, now=NOW)
     assert (goes.is_kept, goes.why) == (False, "complete 30d ago; claim old stays")
@@ -395,7 +395,7 @@ def test_an_unreadable_run_is_kept_and_the_others_are_pruned(tmp_path: Path) -> 
         "a complete run needs nothing of others"
     )
 
-    # It is not known from which run an unfinished run begins.
+    # It is unknown from which run an unfinished run starts.
     (other / "complete.json").unlink()
     (kept,) = find_leftovers(run, keep=1, now=NOW, neighbours=[run, other])
     assert kept.is_kept and kept.why.startswith(

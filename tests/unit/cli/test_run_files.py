@@ -1,4 +1,4 @@
-"""A run directory as the course of its run, and the page that is made of it."""
+"""A run directory as the history of its run, and the page that shows it."""
 
 import io
 import json
@@ -141,7 +141,7 @@ def test_a_row_that_a_frozen_process_writes_late_is_not_counted_as_progress(
 def test_rows_of_generations_that_restart_are_counted(
     tmp_path: Path, events: Path, metrics: Path
 ) -> None:
-    """Somebody has removed the checkpoints alone; a row of the first generation 1 comes late before that."""
+    """A user has removed only the checkpoints; a row of the first generation 1 arrives late before that."""
     append(events, start(0), start(50, generation=2))
     append(metrics, *map(step, range(1, 52)))
     append(metrics, *(step(n, at=n, generation=2) for n in range(51, 101)), step(52))
@@ -191,7 +191,7 @@ def test_a_recreated_directory_is_read_from_its_start(
         metrics.unlink()
 
     def begin_anew() -> None:
-        # As long as the old file, and longer: only the beginning shows the difference.
+        # As long as the old file, and longer: only the first lines show the difference.
         append(events, start(500))
         append(metrics, *(step(number, at=500 + number) for number in range(1, 61)))
 
@@ -199,7 +199,7 @@ def test_a_recreated_directory_is_read_from_its_start(
         tmp_path, monkeypatch, remove, begin_anew, lambda: append(metrics, step(61, at=561))
     )
     assert (first["beganAt"], first["status"]["step"]) == (BEGIN, 50)
-    # Until there is something new, the content that was read stays.
+    # The content that was read stays until there is something new.
     assert gone["beganAt"] == BEGIN and "steps" not in gone
     assert (anew["beganAt"], anew["status"]["step"]) == (BEGIN + 500, 60)
     assert anew["status"].keys() == first["status"].keys()

@@ -81,7 +81,7 @@ def test_a_rank_of_a_sharded_model_does_not_read_the_whole_checkpoint_ahead(
 def test_memory_for_read_ahead_does_not_count_as_used_in_preflight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that fits would be refused when it is resumed, or not, as far as the reading has come."""
+    """A run that fits would be refused or accepted when it is resumed, depending on how much has been read."""
     free = 2**40
     monkeypatch.setattr(gc, "disable", lambda: None)
     monkeypatch.setattr(machine, "_available_memory", lambda: free)

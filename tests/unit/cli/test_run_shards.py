@@ -1,4 +1,4 @@
-"""``evergrad run --nodes``: each number of nodes that may be left can be cut into copies of the model."""
+"""``evergrad run --nodes``: each possible number of remaining nodes can be split into replicas of the model."""
 
 import argparse
 import gc

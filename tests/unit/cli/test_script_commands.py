@@ -1,4 +1,4 @@
-"""The typed commands, given the manifest of a script."""
+"""The typed commands with the manifest of a script."""
 
 import json
 from pathlib import Path

@@ -205,7 +205,8 @@ def test_cost_is_computed_from_the_time_on_hosts() -> None:
     assert show_usage(PodTimeAccount(), Price(2.5)) == {}
 
 
-# ---- of a whole run ----------------------------------------------------------------------------------------
+# ---- a whole run
+# ---------------------------------------------------------------------------------------------
 
 
 def test_pod_times_are_complete_across_kills_and_operator_restarts() -> None:
@@ -313,7 +314,7 @@ def test_a_run_recreated_between_two_scrapes_counts_from_its_own_start() -> None
     sample = 'pod_seconds_total{cause="training",run="x",run_namespace="team"}'
     assert f"{sample} 360000.0" in generate_latest(registry).decode()
     collector.facts = facts("new", 1)
-    # To Prometheus that is a reset: all that the new run takes is added.
+    # For Prometheus this is a reset: all the time of the new run is added.
     assert f"{sample} 3600.0" in generate_latest(registry).decode()
 
 

@@ -55,7 +55,7 @@ def test_an_operator_that_waits_for_its_lease_is_healthy(clock: Clock) -> None:
     assert vitals.find_stall() is None
     assert vitals.find_unready() is None
 
-    # Once it is held again, nothing counts from before.
+    # When the lease is held again, earlier times do not count.
     gate._held_until = clock.now + 10_000.0
     assert vitals.find_stall() is not None
     cache.expectations.restart()

@@ -1,4 +1,4 @@
-"""The validating webhook: its answers, its server, and its certificate."""
+"""The validating webhook: its responses, its server, and its certificate."""
 
 import asyncio
 import base64
@@ -57,7 +57,8 @@ def ask(new: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> dict[st
     return response
 
 
-# ---- the answer --------------------------------------------------------------------------------------------
+# ---- the response
+# --------------------------------------------------------------------------------------------
 
 
 def test_a_valid_run_is_allowed() -> None:
@@ -94,7 +95,7 @@ def test_a_service_account_that_the_installation_does_not_allow_is_denied() -> N
     assert cause["message"].startswith("'fetcher' is not a service account that this")
     allowed = Installation(service_accounts=("fetcher",))
     assert find_problems(make_object(template=template), None, allowed) == ()
-    # Nobody is kept from changing something else once the list is shorter; the operator makes no pod.
+    # A shortened list does not prevent other changes; the operator creates no pod.
     old = make_object(template=template, status={"recipeHash": "a" * 64})
     assert find_problems(make_object(template=template, restartNonce="x"), old) == ()
     other = make_object(template={"serviceAccountName": "admin"})
@@ -204,7 +205,7 @@ def test_a_run_of_any_size_can_be_suspended_and_labelled(count: int) -> None:
 
 
 def answer_of(new: Any, old: Any) -> dict[str, Any]:
-    """As the server answers: the size comes first."""
+    """Check like the server does: the size first."""
     request = {"uid": "r", "object": new, "oldObject": old}
     raw = {"request": request}
     answer = deny_size(raw) if has_too_many_values(request) else review(raw)
@@ -412,7 +413,7 @@ def test_a_standby_serves_the_certificate_of_the_lease_holder_and_writes_nothing
             "allowed"
         ] is True
         assert store.writes == ["create", "apply"]
-        # A renewed certificate is served without a new start.
+        # A renewed certificate is served without a restart.
         del store.secrets["certificate"]["data"]["tls.crt"]
         await leader.look()
         await standby.look()
