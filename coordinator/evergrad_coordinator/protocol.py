@@ -107,7 +107,7 @@ class Ready(Message):
     """This node's workers have left every group older than ``generation``.
 
     ``workers`` is the number of workers that can take part in ``generation``. ``port`` is the port of a new
-    store at the node's address. ``step`` is the newest finished step in memory, or -1 if there is none.
+    store at the node's address. ``step`` is the newest finished step in memory, or -1.
     """
 
     TYPE = "ready"

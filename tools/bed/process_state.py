@@ -24,8 +24,7 @@ def is_alive(pid: int) -> bool:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the children of a process's first thread, including zombies, or nothing if there is no such
-    process."""
+    """Return the children of a process's first thread, including zombies, or nothing."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     except OSError:

@@ -92,7 +92,7 @@ class CoordinatorClient:
 
     @property
     def seconds_since_contact(self) -> float:
-        """Seconds since the newest answered ping or hello was sent; infinity if none was answered.
+        """Seconds since the newest answered ping or hello was sent, or infinity.
 
         The send time counts, because an answer that is read late must not extend the lease beyond the lease
         that the coordinator assumes.
@@ -104,7 +104,7 @@ class CoordinatorClient:
         )
 
     def fileno(self) -> int:
-        """Return the connection's file descriptor, or -1 if there is no connection.
+        """Return the connection's file descriptor, or -1.
 
         A forked child must close it. Otherwise the connection stays open when the parent ends.
         """

@@ -101,7 +101,7 @@ class FileStore:
         )
 
     def load(self) -> int:
-        """Return the number in the file; 0 if there is no file. Raises JournalError if it is unreadable."""
+        """Return the number in the file, or 0. Raises JournalError if it is unreadable."""
         try:
             text = self._path.read_text(encoding="ascii")
         except FileNotFoundError:

@@ -47,7 +47,7 @@ class Owner:
 
 
 def read_owner(directory: Path) -> Owner | None:
-    """Return the recorded process of a run directory, or None if there is no readable record."""
+    """Return the recorded process of a run directory, or None."""
     try:
         with locked_record(directory) as file:
             return parse_owner(file)
@@ -91,7 +91,7 @@ def locked_record(directory: Path, *, create: bool = False) -> Iterator[int]:
 
 
 def parse_owner(file: int) -> Owner | None:
-    """Return the owner of an open record, or None if it has none."""
+    """Return the owner of an open record, or None."""
     try:
         return Owner(**json.loads(os.pread(file, _MOST_BYTES, 0)))
     except (ValueError, TypeError):

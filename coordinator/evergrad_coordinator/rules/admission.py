@@ -20,7 +20,7 @@ def refuse(
 ) -> Refused | None:
     """Return the refusal of a node that cannot join, or None if it can.
 
-    ``fingerprint``: fingerprint of the group's first member, or None if there is no member yet.
+    ``fingerprint``: fingerprint of the group's first member, or None.
     """
     # Check the token first, because the other refusals contain values of the group. A client without the
     # token must not receive them.

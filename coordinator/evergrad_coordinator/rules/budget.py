@@ -78,7 +78,7 @@ def describe_step(step: int) -> str:
 
 
 def find_root_cause(failures: list[GenerationFailure]) -> GenerationFailure | None:
-    """Return the earliest failure that is not a consequence, else the earliest; None if there is none."""
+    """Return the earliest failure that is not a consequence, else the earliest, or None."""
     return min(failures, key=lambda one: (one.is_consequence, one.at), default=None)
 
 

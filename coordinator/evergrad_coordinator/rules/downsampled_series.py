@@ -124,7 +124,7 @@ class Track:
         self._changed_from = 0
 
     def take_change(self) -> dict[str, Any] | None:
-        """Return the rows that have changed since the last call, as JSON values, or None if none has.
+        """Return the rows that have changed since the last call, as JSON values, or None.
 
         ``from`` is the number of rows before the changed rows. Each column has the lists of means, minima and
         maxima.

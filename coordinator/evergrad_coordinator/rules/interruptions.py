@@ -16,7 +16,7 @@ class Accounting:
     restarts: dict[str, int] = field(default_factory=dict)
     lost_seconds: dict[str, float] = field(default_factory=dict)
     cause: str | None = None
-    """Cause of the current outage; None if there is none."""
+    """Cause of the current outage, or None."""
     since: float = 0.0
 
     def begin(self, cause: str, *, at: float) -> None:

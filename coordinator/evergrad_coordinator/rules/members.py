@@ -65,7 +65,7 @@ class Members:
     def claim(self, hello: Hello) -> Node | None:
         """Record this incarnation as the node's newest, and ban the previous one.
 
-        Returns the connected node of this name, or None if there is none.
+        Returns the connected node of this name, or None.
         """
         # Remove and insert again, so that the table first drops the nodes whose last hello is the oldest.
         known = self._incarnations.pop(hello.node, None)

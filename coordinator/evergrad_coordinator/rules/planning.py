@@ -184,7 +184,7 @@ def find_running(
 def find_newest_running(
     nodes: Collection[Node],
 ) -> tuple[int, dict[Key, RankPlacement]] | None:
-    """Return the newest generation whose members are all connected, and its places; None if there is none."""
+    """Return the newest generation whose members are all connected, and its places, or None."""
     # Start with the newest: of two complete groups, the older one has lost its lease (see ``adoption``).
     for generation in sorted(
         {node.had.generation for node in nodes if node.had is not None}, reverse=True

@@ -56,7 +56,7 @@ def find_problems(
     installation: Installation = NOTHING_ALLOWED,
     own: NamespaceProfile | None = None,
 ) -> tuple[Problem, ...]:
-    """Return the problems that prevent ``new`` from replacing ``old``; empty if there are none."""
+    """Return the problems that prevent ``new`` from replacing ``old`` (may be empty)."""
     return judge(new, old, installation, own).problems
 
 

@@ -110,7 +110,7 @@ def check_fence(directory: Path, generation: int, *, fresh: bool = False) -> Non
 
 
 def newest_generation(directory: Path, *, fresh: bool = False) -> int:
-    """Return the highest generation that was ever claimed in a ``checkpoints`` directory; 0 if none was.
+    """Return the highest generation that was ever claimed in a ``checkpoints`` directory, or 0.
 
     ``fresh`` is described at :func:`check_fence`. Raises OSError if the directory cannot be read.
     """

@@ -48,7 +48,7 @@ Result = TypeVar("Result")
 class LoadFailure:
     """The reason why a validated checkpoint could not be loaded, equal on all ranks.
 
-    ``is_damage`` is true if a rank found damage. Otherwise the checkpoint may be valid and readable later.
+    ``is_damage``: whether a rank found damage. Otherwise the checkpoint may be valid and readable later.
     """
 
     reason: str
@@ -83,10 +83,10 @@ def load_newest(
 ) -> tuple[Restored, list[Rejected]] | None:
     """Load the newest valid checkpoint into ``state`` in place. Every rank calls this.
 
-    Returns the loaded checkpoint and the checkpoints that were skipped, or None if there are no checkpoints.
-    Raises CheckpointError on all ranks if none of the checkpoints can be used, if they have another identity,
-    or if their tensors do not match ``state``. Raises VolumeError if the volume cannot be read, or if every
-    checkpoint that may be valid could not be read.
+    Returns the loaded checkpoint and the checkpoints that were skipped, or None. Raises CheckpointError on
+    all ranks if none of the checkpoints can be used, if they have another identity, or if their tensors do
+    not match ``state``. Raises VolumeError if the volume cannot be read, or if every checkpoint that may be
+    valid could not be read.
     """
     started = time.monotonic()
     is_sharded = any(isinstance(value, DTensor) for value in state.values())

@@ -7,11 +7,11 @@ from evergrad_trainer.checkpoint.manifest import Candidate
 
 
 def choose_best(candidates: Sequence[Candidate], pointer: str | None) -> str | None:
-    """Return the name of the best checkpoint, or None if there is none.
+    """Return the name of the best checkpoint, or None.
 
     This is the newest of the checkpoints that were saved as the best and of ``pointer``, the name in
-    ``best.json``. The manifests are considered because a process may be killed after it has published the
-    new best checkpoint and before it has written the pointer.
+    ``best.json``. The manifests are considered because a process may be killed after it has published the new
+    best checkpoint and before it has written the pointer.
     """
     marked = [
         candidate
@@ -43,7 +43,7 @@ def choose_removals(
 def choose_next_removal(
     valid: Sequence[Candidate], *, pinned: Collection[str]
 ) -> str | None:
-    """Return the oldest of the ``valid`` candidates that is not pinned, or None if there is none.
+    """Return the oldest of the ``valid`` candidates that is not pinned, or None.
 
     ``choose_removals`` would remove this checkpoint next. The newest candidate is never returned, because a
     restart needs it.

@@ -94,11 +94,11 @@ class PublishedCheckpoint:
 class SaveResult:
     """The result of a save: the ``published`` checkpoint, or the ``reason`` of the failure.
 
-    ``kept`` (rank 0) is the number of valid checkpoints now. ``is_peer_lost`` is true if the group failed,
-    which does not mean that the volume failed. ``is_of_host`` is true if only temporary problems of a volume
-    or a host caused the failure. ``trouble`` is the reason as a value. ``is_agreed`` is true if all ranks
-    have the same outcome. ``serials`` is the number of attempts, each of which used one serial. ``removed``
-    (rank 0) is the name of the checkpoint that was removed to free space for this save, or empty.
+    ``kept`` (rank 0) is the number of valid checkpoints now. ``is_peer_lost``: whether the group failed,
+    which does not mean that the volume failed. ``is_of_host``: whether only temporary problems of a volume or
+    a host caused the failure. ``trouble`` is the reason as a value. ``is_agreed``: whether all ranks have the
+    same outcome. ``serials`` is the number of attempts, each of which used one serial. ``removed`` (rank 0)
+    is the name of the checkpoint that was removed to free space for this save, or empty.
     """
 
     published: PublishedCheckpoint | None = None

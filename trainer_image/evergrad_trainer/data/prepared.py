@@ -27,8 +27,8 @@ WIDTH: Final[dict[Dtype, int]] = {"uint16": 2, "uint32": 4}
 class Shard:
     """Tokens [start, start + tokens) of a flat little-endian file.
 
-    ``documents``: a file with one pair of int64 per document (first token in the shard, line in the source);
-    None if there are no documents.
+    ``documents``: a file with one pair of int64 per document (first token in the shard, line in the source),
+    or None.
     """
 
     path: Path

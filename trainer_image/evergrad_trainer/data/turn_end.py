@@ -43,7 +43,7 @@ def find_ends(
 
 
 def _end_of_turn(tokenizer: TextTokenizer, text: MarkedText) -> int | None:
-    """Return the first added token after the answer that is learned; None if there is none."""
+    """Return the first added token after the answer that is learned, or None."""
     begin = text.rfind(_ANSWER)
     if begin < 0:
         return None

@@ -266,7 +266,7 @@ def count_accelerators() -> int:
 
 
 def accelerator_memory_bytes() -> int | None:
-    """Initialise the first accelerator and return its memory in bytes; None if there is no accelerator."""
+    """Initialise the first accelerator and return its memory in bytes, or None."""
     return (
         torch.cuda.get_device_properties(0).total_memory
         if torch.cuda.is_available()

@@ -61,7 +61,7 @@ def add_ends(before: int | Sequence[int] | None, ends: Sequence[int]) -> int | l
 
 
 def read_settings(directory: Path) -> dict[str, Any] | None:
-    """Return the generation settings in a directory; None if it has none.
+    """Return the generation settings in a directory, or None.
 
     Raises ModelError if the file cannot be read.
     """

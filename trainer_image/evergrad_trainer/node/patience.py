@@ -47,8 +47,8 @@ class WorkerTimeouts:
     ) -> str | None:
         """Return why a worker must be replaced, or None if it need not be.
 
-        ``is_asked`` is true if the worker must leave its group because of a hard change and has not answered
-        yet. ``is_only_holder`` is true if no other node holds a state.
+        ``is_asked``: whether the worker must leave its group because of a hard change and has not answered
+        yet. ``is_only_holder``: whether no other node holds a state.
         """
         if now - worker.last_heard > FROZEN_SECONDS:
             return "is frozen"

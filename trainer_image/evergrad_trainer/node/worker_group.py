@@ -185,7 +185,7 @@ class InProcessWorkers:
     ) -> None:
         """Request all workers to leave the running group.
 
-        ``is_only_holder`` is true if no other node holds a state.
+        ``is_only_holder``: whether no other node holds a state.
         """
         if order.generation < self._change.generation:
             return

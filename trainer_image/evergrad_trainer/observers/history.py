@@ -79,7 +79,7 @@ class StepTable:
 
     @property
     def newest_step(self) -> int:
-        """Step of the newest row; 0 if there are no rows."""
+        """Step of the newest row, or 0."""
         return int(self.step[self.rows_in_time[-1]]) if len(self) else 0
 
     def last_rows(self) -> Integers:
@@ -392,7 +392,7 @@ def _tail(path: Path, num_bytes: int) -> Iterator[dict[str, Any]]:
 
 
 def last_step(directory: RunDirectory, *, tail_bytes: int = 64 << 10) -> int:
-    """Read the step of the last row of metrics.jsonl; 0 if there are no rows."""
+    """Read the step of the last row of metrics.jsonl, or 0."""
     beginnings = read_beginnings(directory, tail_bytes=tail_bytes)
     steps = [0, *_steps_in_time(_tail(directory.metrics, tail_bytes), beginnings)]
     return steps[-1]

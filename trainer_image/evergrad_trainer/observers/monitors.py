@@ -86,7 +86,7 @@ class Monitors(BaseObserver):
 
 
 def build_monitors(training: Training) -> Monitors | None:
-    """Build the monitors of the manifest, with its early stop; None if there are none."""
+    """Build the monitors of the manifest, with its early stop, or None."""
     rules = [rule_of(monitor) for monitor in training.monitors]
     if training.stop.early is not None:
         rules.append(rule_of_early_stop(training.stop.early))

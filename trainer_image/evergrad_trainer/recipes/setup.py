@@ -72,7 +72,7 @@ def open_recipe(
 ) -> Opened:
     """Open the recipe of ``training`` with prepared data.
 
-    ``has_trained`` is true if the run has made steps, which shows that the task's code works.
+    ``has_trained``: whether the run has made steps, which shows that the task's code works.
     ``prepared_directory`` is the directory in which the task prepares its own data, once for each node; it is
     None if these data are already prepared. ``run_directory`` is used by observers that write on every rank,
     and to find the state that the run began with.

@@ -59,7 +59,7 @@ class Code:
     def __init__(self, folder: Path | None, *, has_trained: bool = False) -> None:
         """Attribute errors to files in ``folder``.
 
-        ``has_trained`` is true if the run has made steps, in this process or in another process.
+        ``has_trained``: whether the run has made steps, in this process or in another process.
         """
         self._folder = None if folder is None else folder.resolve()
         self._has_trained = has_trained
@@ -113,7 +113,7 @@ class Code:
         self._has_trained = True
 
     def _find_line(self, error: Exception) -> str | None:
-        """Return ``file:line`` of the innermost frame in the user's files, or None if there is no such frame.
+        """Return ``file:line`` of the innermost frame in the user's files, or None.
 
         For a syntax error, this is the line of the error. The result is also None if a collective failed.
         """
@@ -158,7 +158,7 @@ def load_own(
     """Load the task that ``spec.training.recipe`` names as ``module:attr``, and create it with its options.
 
     For example, ``recipe: my_task:MyTask`` loads the class ``MyTask`` from ``my_task.py`` next to the
-    manifest. ``has_trained`` is true if the run has made steps; ``run_directory`` is passed to ``Setup``.
+    manifest. ``has_trained``: whether the run has made steps; ``run_directory`` is passed to ``Setup``.
 
     Raises ConfigurationError if the file does not exist, the attribute is not a task, or the options are not
     valid. Raises TaskInputError or TaskError if the code of the file fails.

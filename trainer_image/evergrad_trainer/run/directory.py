@@ -418,7 +418,7 @@ def searched_folders(path: Path) -> tuple[Path, ...]:
 
 
 def find_record(path: Path) -> tuple[RunDirectory, dict[str, Any]] | None:
-    """Find the run that contains ``path``; returns its directory and ``run.json``, or None if there is none.
+    """Find the run that contains ``path``; returns its directory and ``run.json``, or None.
 
     ``path``: the run directory, its folder of checkpoints, or one checkpoint. Raises RunDirectoryError if a
     ``run.json`` is damaged, or VolumeError if the volume fails.

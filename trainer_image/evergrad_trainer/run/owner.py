@@ -125,7 +125,7 @@ def _refuse_living(directory: RunDirectory, owner: Owner | None) -> None:
 
 
 def _read_last_step(directory: RunDirectory) -> int | None:
-    """Return the step of the newest row of ``metrics.jsonl``; None if there is no row."""
+    """Return the step of the newest row of ``metrics.jsonl``, or None."""
     try:
         with directory.metrics.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

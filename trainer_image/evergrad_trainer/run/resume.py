@@ -56,7 +56,7 @@ class RunState:
     the run. ``config_hash``, ``data_fingerprint``: hash of the recipe and fingerprint of the data that the
     run began with, as in its checkpoints; empty for a fresh run. ``start``: the position at which the run's
     data began; None if an older version began the run or if it has several stages. ``load``: the part of
-    another run that this run began with, as in ``spec.training.initFrom.load``; empty if there is none.
+    another run that this run began with, as in ``spec.training.initFrom.load`` (may be empty).
     """
 
     state: Literal["fresh", "begun", "complete"]

@@ -75,6 +75,6 @@ def record_findings(
 
 
 def describe_findings(findings: Sequence[tuple[str, Problem]]) -> dict[str, Any]:
-    """Return the findings as JSON values; ``fine`` is true if none of them is an error."""
+    """Return the findings as JSON values; ``fine``: whether none of them is an error."""
     rows = [{"level": level, **describe_problem(problem)} for level, problem in findings]
     return {"fine": all(row["level"] != "error" for row in rows), "findings": rows}

@@ -81,10 +81,10 @@ class Provider(Protocol):
     """One named part of a run's state."""
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return the live tensors by the provider's own names; empty if there are none."""
+        """Return the live tensors by the provider's own names (may be empty)."""
 
     def values(self) -> Values:
-        """Return the JSON values of the state after the last finished step; empty if there are none."""
+        """Return the JSON values of the state after the last finished step (may be empty)."""
 
     def load_values(self, values: Values) -> None:
         """Load the values that :meth:`values` returned for the restored state, in this or another process.

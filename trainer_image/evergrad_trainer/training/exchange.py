@@ -127,8 +127,7 @@ class Sums:
 
         ``norm``: norm of the gradients that all ranks have summed, still on the device; None if nothing was
         computed. ``busy_seconds``: time that this rank worked before it waited for others. Raises
-        DivergedError on all ranks if any rank is at another step. Raises PeerLostError if the group has
-        ended.
+        DivergedError on all ranks if any rank is at another step. Raises PeerLostError.
         """
         size = self._world.size
         rank = self._world.rank

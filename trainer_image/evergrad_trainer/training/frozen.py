@@ -108,7 +108,7 @@ def compare_frozen(
 
     All ranks call this. Raises TaskError on all ranks if the modules have changed on all of them. Raises
     HostError on a rank if only some ranks have changed modules and this rank is one of them. Raises
-    PeerLostError if the group has ended.
+    PeerLostError.
     """
     if not built:
         return

@@ -117,8 +117,8 @@ def _pause(
     """Do the work due after the newest finished step; return why all ranks leave, or None.
 
     The result is the same on each rank. The evaluation comes before the save, unless the limits request a
-    save first, so that the checkpoint contains its results.
-    ``is_entering`` is true if the ranks have just formed the world, and compared their states in doing so.
+    save first, so that the checkpoint contains its results. ``is_entering``: whether the ranks have just
+    formed the world, and compared their states in doing so.
     """
     if flags[FLAG_OBSERVER_OFF]:
         # Collective: an observer that has failed on one rank is switched off on all of them, so that its

@@ -100,7 +100,7 @@ class Snapshots:
         """Give all ranks, whose state is the state after ``step``, the snapshots that belong to it.
 
         All ranks call this. Raises CheckpointError on all ranks if neither a member nor a checkpoint has
-        them. Raises PeerLostError if the group has ended.
+        them. Raises PeerLostError.
         """
         planned = self._modules.snapshots
         due = sorted(name for name, one in planned.items() if one.after < step)

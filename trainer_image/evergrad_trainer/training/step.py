@@ -55,8 +55,8 @@ class Stepper:
         flags.
 
         If a loss or gradient is not finite, no rank makes an update, and the outcome reports the reason.
-        Raises PeerLostError if the group has ended; then nothing was updated. No collective follows
-        :meth:`Sums.exchange`: a rank that has passed it finishes the step, even if other ranks fail.
+        Raises PeerLostError before anything is updated. No collective follows :meth:`Sums.exchange`: a rank
+        that has passed it finishes the step, even if other ranks fail.
         """
         parts, settings, clock = self._parts, self._settings, self._parts.clock
         loss_scale = None if parts.loss_scale is None else parts.loss_scale.value

@@ -70,7 +70,7 @@ class Lifecycle:
 
     @property
     def held_step(self) -> int:
-        """Newest finished step whose complete state this process holds; -1 if there is none."""
+        """Newest finished step whose complete state this process holds, or -1."""
         return (
             self._session.progress.finished_steps
             if self.life.held == StateStatus.WHOLE

@@ -157,7 +157,7 @@ def find_webhook(
 
 
 def service_of(webhook: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Return namespace and name of the service that the API server calls; empty if there is none."""
+    """Return namespace and name of the service that the API server calls (may be empty)."""
     service = part(webhook, "clientConfig", "service")
     return str(service.get("namespace", "")), str(service.get("name", ""))
 

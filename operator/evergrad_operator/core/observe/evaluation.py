@@ -59,13 +59,12 @@ class Tries:
 class EvaluationProgress:
     """The state of a run's evaluation.
 
-    ``attempt``: serial number of the newest pod of any step; -1 if none was created yet. ``is_recorded``: the
-    pod's end is counted. ``seen``: step of the checkpoint that was queued last. ``pending``: steps that wait,
-    ascending.
+    ``attempt``: serial number of the newest pod of any step, or -1. ``is_recorded``: the pod's end is
+    counted. ``seen``: step of the checkpoint that was queued last. ``pending``: steps that wait, ascending.
     ``failed``: generation of the run at which the evaluation gave up; 0 if it did not. ``failure``: message
     of the newest failure. ``step``: newest evaluated checkpoint. ``evaluated``: number of evaluated
-    checkpoints.
-    ``passed_over``: newest checkpoint without results, and the reason. ``state``, ``message``: as shown.
+    checkpoints. ``passed_over``: newest checkpoint without results, and the reason. ``state``, ``message``:
+    as shown.
     """
 
     attempt: int = -1

@@ -56,7 +56,7 @@ class RunFacts:
     nodes_max: int | None = None
     """Maximum number of nodes."""
     work: str = ""
-    """Current work of the data preparation; empty if there is none."""
+    """Current work of the data preparation (may be empty)."""
     prepared: float = 0.0
     """Completed share of this work, 0 to 1."""
     prepared_tokens: int = 0

@@ -13,8 +13,8 @@ from evergrad_operator.core.objects.times import parse_time
 class QueuePlace:
     """The place of one pod.
 
-    ``queue``: the LocalQueue; empty if there is none. ``group``, ``group_size``: the group that Kueue admits
-    together; empty and 0 for a pod that is admitted alone. ``is_gated``: the pod waits until Kueue admits it.
+    ``queue``: the LocalQueue (may be empty). ``group``, ``group_size``: the group that Kueue admits together;
+    empty and 0 for a pod that is admitted alone. ``is_gated``: the pod waits until Kueue admits it.
     ``is_managed``: the pod has Kueue's finalizer. ``has_terminated``: the pod's phase is Failed or Succeeded,
     which the kubelet reports later than the end of the container. ``is_active``: Kueue counts the pod as a
     member of its group. Kueue deletes active pods above the group's size. ``scheduled_at``: seconds since

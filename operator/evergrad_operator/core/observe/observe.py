@@ -45,7 +45,7 @@ MAX_RECORD: Final = 4096
 class ApplyFailure:
     """A request that failed at the last reconcile that sent it.
 
-    ``status``: HTTP status code; 0 if there was no response. ``at``: seconds since 1970. ``verb``: create,
+    ``status``: HTTP status code, or 0 without a response. ``at``: seconds since 1970. ``verb``: create,
     apply, delete, get or list; post for a request to the coordinator.
     """
 
@@ -67,9 +67,9 @@ class Silence:
     """A polled coordinator that does not answer.
 
     ``seconds``: time since the first failed poll after its last answer. ``attempt``: attempt of its pod.
-    ``reason``: a Reason. ``message``: how the last poll failed. ``has_answered``: True if it answered before.
-    ``has_timed_out``: True if there was no response at all. If a connection is refused, the host is alive and
-    the kubelet restarts the coordinator. ``is_alone``: True if most other coordinators answer, which shows
+    ``reason``: a Reason. ``message``: how the last poll failed. ``has_answered``: whether it answered before.
+    ``has_timed_out``: whether there was no response at all. If a connection is refused, the host is alive and
+    the kubelet restarts the coordinator. ``is_alone``: whether most other coordinators answer, which shows
     that the operator's network works.
     """
 
@@ -113,7 +113,7 @@ class ClaimState:
     ``records``: records by name of the run. ``spec``: the current values of the spec fields that the operator
     applies. ``created_at``: seconds since 1970, None if unknown. ``dropped_unfinished``: number of records of
     incomplete runs that were dropped for lack of room. ``resource_version``: empty if unknown. ``is_ours``:
-    True if the labels show that an operator created the claim.
+    whether the labels show that an operator created the claim.
     """
 
     name: str
@@ -132,7 +132,7 @@ class ClaimState:
 class Other:
     """Another run whose folder on the same PVC overlaps with this run's folder.
 
-    ``is_out``: True if the other run was refused, so that it stores no files there.
+    ``is_out``: whether the other run was refused, so that it stores no files there.
     """
 
     name: str
@@ -155,8 +155,7 @@ class AppliedSettings:
 
     @property
     def changes_hash(self) -> str:
-        """Hash of the changes, so that a later pass can detect that an event listed them; empty if there are
-        none."""
+        """Hash of the changes, so that a later pass can detect that an event listed them (may be empty)."""
         text = "\n".join(self.changes)
         return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
 
@@ -220,7 +219,7 @@ class Observation:
 
     @property
     def live_coordinator(self) -> PodState | None:
-        """The newest coordinator pod that runs or may still start; None if there is none."""
+        """The newest coordinator pod that runs or may still start, or None."""
         return max(
             (pod for pod in self.coordinators if pod.is_live),
             key=lambda pod: pod.attempt,

@@ -112,9 +112,8 @@ class PodEnd:
 class _LastWords:
     """A container's last messages before its end.
 
-    ``kind``: the kind of error that the trainer reported; None if there is no report. ``trouble``: the
-    problem with a volume, one of causes.TROUBLES. ``is_init``: True for an init container, which is not our
-    program.
+    ``kind``: the kind of error that the trainer reported, or None. ``trouble``: the problem with a volume,
+    one of causes.TROUBLES. ``is_init``: True for an init container, which is not our program.
     """
 
     exit_code: int | None
@@ -129,21 +128,16 @@ class _LastWords:
 class PodState:
     """One pod of a run. Times are in seconds since 1970.
 
-    ``started_at``: start of our container; None if it does not run.
-    ``gone_by``: end of the grace period of a pod that is being deleted.
-    ``end``: set after our container has ended and will not restart, whatever the pod's phase is.
-    ``has_sidecar``: True if another container, for example an injected sidecar, still runs, or if our
-    container runs a wrong image.
-    ``waiting_reason``, ``waiting_message``: why the container does not run, from the kubelet or the
-    scheduler.
-    ``waiting_image``: image of the container that waits, which may be an init container.
-    ``image``: the image in the pod's spec.
-    ``image_id``: the image that the container runs, as reported by the kubelet.
-    ``place``: place in a queue of Kueue.
-    ``gang``: kind of gang for which the pod was created; empty if none.
-    ``has_token``: whether the run's token is mounted.
-    ``asked_host``: the only host on which the pod may run; empty for any host.
-    ``leave_seconds``: grace period of the pod's deletion, in seconds.
+    ``started_at``: start of our container; None if it does not run. ``gone_by``: end of the grace period of a
+    pod that is being deleted. ``end``: set after our container has ended and will not restart, whatever the
+    pod's phase is. ``has_sidecar``: whether another container, for example an injected sidecar, still runs,
+    or our container runs a wrong image. ``waiting_reason``, ``waiting_message``: why the container does
+    not run, from the kubelet or the scheduler. ``waiting_image``: image of the container that waits, which
+    may be an init container. ``image``: the image in the pod's spec. ``image_id``: the image that the
+    container runs, as reported by the kubelet. ``place``: place in a queue of Kueue. ``gang``: kind of gang
+    for which the pod was created; empty if none. ``has_token``: whether the run's token is mounted.
+    ``asked_host``: the only host on which the pod may run; empty for any host. ``leave_seconds``: grace
+    period of the pod's deletion, in seconds.
     """
 
     name: str
@@ -345,7 +339,7 @@ def says_no_space(text: str) -> bool:
 
 
 def _find_failed(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the status of the init container whose failure ended the pod; empty if there is none."""
+    """Return the status of the init container whose failure ended the pod (may be empty)."""
     failed = []
     for one in get_maps(status, "initContainerStatuses"):
         end = get_map(one, "state", "terminated")
@@ -471,7 +465,7 @@ def _why_waiting(
     """Return the reason, the message and the init container for which the pod waits.
 
     Reason and message come from the kubelet for a container, or else from the scheduler for the pod. The
-    third value is the name of the init container that the other containers wait for; empty if there is none.
+    third value is the name of the init container that the other containers wait for (may be empty).
     """
     # Check init containers first: while an init container waits, our container only has PodInitializing.
     for one in get_maps(status, "initContainerStatuses"):

@@ -19,9 +19,9 @@ DONE: Final = "done"
 class DataPreparation:
     """The newest preparation pod and its last reported progress.
 
-    ``attempt``: attempt of the pod; -1 if none was created yet. ``is_recorded``: the pod's end is counted.
-    ``prepared``: hash of the settings for which the data are prepared; empty if they are not prepared.
-    ``work``: scan, tokenize, split, wait or done. ``bytes_done``, ``bytes_total``: bytes of source files.
+    ``attempt``: attempt of the pod, or -1. ``is_recorded``: the pod's end is counted. ``prepared``: hash of
+    the settings for which the data are prepared; empty if they are not prepared. ``work``: scan, tokenize,
+    split, wait or done. ``bytes_done``, ``bytes_total``: bytes of source files.
     """
 
     attempt: int = -1

@@ -91,7 +91,7 @@ UNREAD_PROFILE: Final = RunProfile(is_known=False, is_read=False)
 class NamespaceProfile:
     """The profile in a namespace's ConfigMap.
 
-    ``raw``: the parsed content. ``problems``: why the content is not a valid profile. ``is_checked``: True if
+    ``raw``: the parsed content. ``problems``: why the content is not a valid profile. ``is_checked``: whether
     ``problems`` contains every problem that can be found without the installation's rules.
     """
 

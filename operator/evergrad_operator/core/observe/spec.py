@@ -135,7 +135,7 @@ class ParsedRun:
 
     @property
     def queue(self) -> str:
-        """The Kueue LocalQueue that the run names; empty if there is none."""
+        """The Kueue LocalQueue that the run names (may be empty)."""
         return self.labels.get(LABEL_QUEUE, "")
 
     @property

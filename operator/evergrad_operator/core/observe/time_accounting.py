@@ -58,7 +58,7 @@ class PodLife:
 
     ``name``: the pod's name without the name of its run. ``bound``: time at which it got a host; None before.
     ``joined``: time at which its node could first train; None before. ``ended``: None while it may run.
-    ``use``: use of its time on a host before it joins. ``is_gone``: True if no later pass will observe the
+    ``use``: use of its time on a host before it joins. ``is_gone``: whether no later pass will observe the
     pod.
     """
 
@@ -253,7 +253,7 @@ def _take_back(counts: dict[Use, int], pending: int) -> int:
 
 @dataclass(frozen=True)
 class Price:
-    """Prices per hour on a host; 0 if there is no price."""
+    """Prices per hour on a host, or 0."""
 
     accelerator_hour: float = 0.0
     pod_hour: float = 0.0

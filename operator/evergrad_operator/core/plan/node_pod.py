@@ -150,7 +150,7 @@ def build_trainer_volumes(
 ) -> list[Mapping[str, Any]]:
     """Build the volumes that ``build_trainer_container`` mounts.
 
-    ``resources``: resources of the container. ``token``: the run's token; empty if there is none.
+    ``resources``: resources of the container. ``token``: the run's token (may be empty).
     """
     # One limit on the host's disk is enough, because a limit of the container also covers /tmp.
     is_bounded = EPHEMERAL_STORAGE in resources.limits

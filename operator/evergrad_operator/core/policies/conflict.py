@@ -43,7 +43,7 @@ def refuse_if_taken(context: ReconcileContext) -> ReconcileContext | None:
 
 
 def _find_conflict(context: ReconcileContext) -> str | None:
-    """Return a message about the other run that uses the folder; None if there is none."""
+    """Return a message about the other run that uses the folder, or None."""
     run, own, path = context.run, find_own_record(context), context.run.volume_path
     place = f"{path} on PersistentVolumeClaim {run.claim_name}"
     is_ours = own is not None and own.uid == run.uid

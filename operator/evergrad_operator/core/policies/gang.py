@@ -113,7 +113,7 @@ def joins_pod_group(context: ReconcileContext) -> bool:
 
 
 def find_newest_gang(context: ReconcileContext) -> int:
-    """Return the number of the run's newest group; -1 if there is none.
+    """Return the number of the run's newest group, or -1.
 
     The pods count as well as the status, because an operator may have stopped after creating the pods and
     before writing the status.
@@ -192,8 +192,7 @@ def _join(
 def _withdraw(
     context: ReconcileContext, minimum: int
 ) -> tuple[tuple[PodState, ...], float | None]:
-    """Return the pods to delete, and the seconds until more pods may have to be deleted; None if there are
-    none."""
+    """Return the pods to delete, and the seconds until more pods may have to be deleted, or None."""
     gated = [pod for pod in context.live if pod.place.is_gated]
     useless = [pod for pod in gated if is_stranded(pod, context)]
 

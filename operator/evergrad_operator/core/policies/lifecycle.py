@@ -334,7 +334,7 @@ def _describe_pause(context: ReconcileContext, reason: Reason) -> str:
 
 
 def drain_older(context: ReconcileContext) -> Decision | None:
-    """Return the decision by which pods from before a restart leave; None if there are none.
+    """Return the decision by which pods from before a restart leave, or None.
 
     A restart follows a change of ``restartNonce`` or of settings that must be the same on all nodes. New pods
     are created after the old pods are gone, because a group of old and new pods would never agree.

@@ -15,8 +15,7 @@ TRAIN_ON: Final = (
 
 
 def find_own_record(context: ReconcileContext) -> VolumeRecord | None:
-    """Return the PVC's record under this run's name; None if there is none. An earlier run may have written
-    it."""
+    """Return the PVC's record under this run's name, or None. An earlier run may have written it."""
     claim = context.observation.claim
     return claim.records.get(context.run.name) if claim else None
 

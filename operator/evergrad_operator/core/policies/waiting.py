@@ -81,7 +81,7 @@ registry are shorter."""
 class Obstacle:
     """One reason why the run does not train, with its remedy.
 
-    ``since``: start of the obstacle in seconds since 1970, 0 if unknown. ``is_for_person``: True if only a
+    ``since``: start of the obstacle in seconds since 1970, 0 if unknown. ``is_for_person``: whether only a
     person can resolve this obstacle, although other obstacles with the same reason resolve without action.
     """
 
@@ -99,7 +99,7 @@ class Obstacle:
 
 
 def find_obstacle(context: ReconcileContext, wanted: Iterable[str]) -> Obstacle | None:
-    """Return the most specific obstacle; None if there is no obstacle.
+    """Return the most specific obstacle, or None.
 
     ``wanted``: names of the pods that should be created now, and of a claim that should be written.
     """

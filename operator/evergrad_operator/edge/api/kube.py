@@ -60,7 +60,7 @@ class Kube:
         )
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Raw | None:
-        """Return the object, or None if there is none."""
+        """Return the object, or None."""
         try:
             return await self._transport.send(
                 Request("GET", kind, kind.path(namespace, name), "get")

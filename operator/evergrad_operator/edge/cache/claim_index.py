@@ -29,7 +29,7 @@ class ClaimIndex:
     def update(self, key: Key, old: Raw | None, new: Raw | None) -> Key | None:
         """Record that the run ``key``, which was ``old``, is now ``new``; None if the run does not exist.
 
-        Returns the claim on which no run keeps files any more, or None if there is none.
+        Returns the claim on which no run keeps files any more, or None.
         """
         # While a run is refused, its claim may be edited. Remove it from the old claim and add it to the new
         # one.

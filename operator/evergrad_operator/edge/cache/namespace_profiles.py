@@ -50,7 +50,7 @@ class NamespaceProfiles:
         self._lock = asyncio.Lock()
 
     async def fetch(self, namespace: str) -> NamespaceProfile | None:
-        """Return the profile of a namespace; None if it has none. Raises ApiError."""
+        """Return the profile of a namespace, or None. Raises ApiError."""
         found, _ = await self._cluster.list_all(
             CONFIG_MAP, namespace, name=NAMESPACE_PROFILE
         )

@@ -174,7 +174,7 @@ def place_of(raw: Raw) -> Key:
 
 
 def uid_of(raw: Raw) -> str:
-    """Return the uid of an object, or "" if it has none."""
+    """Return the uid of an object, or ""."""
     return str(raw["metadata"].get("uid", ""))
 
 

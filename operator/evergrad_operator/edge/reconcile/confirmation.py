@@ -156,7 +156,7 @@ class Confirmer:
             self._cache.forget(CHILDREN, child)
 
     async def fetch_applied(self, work: Pass, run: ParsedRun) -> AppliedSettings | None:
-        """Return the settings that the run's pods read from its ConfigMap, or None if there is no ConfigMap.
+        """Return the settings that the run's pods read from its ConfigMap, or None.
 
         Raises ApiError or TimeoutError if the ConfigMap cannot be read. The pass then ends, because an edit
         of the run cannot be assessed without these settings.

@@ -103,7 +103,7 @@ class _Followed:
     silent_since: float | None = None
     """Time of the first failed poll after the last answer; None if the coordinator answers."""
     reported: float = 0.0
-    """The last of ``SILENCES`` for which a pass was queued; 0 if there is none."""
+    """The last of ``SILENCES`` for which a pass was queued, or 0."""
     error: OperatorError | None = None
 
 
@@ -172,7 +172,7 @@ class Coordinators:
         return len(self._followed)
 
     def answer(self, key: Key) -> CoordinatorResponse | None:
-        """Return the newest answer of the run's coordinator, or None if there is none."""
+        """Return the newest answer of the run's coordinator, or None."""
         followed = self._followed.get(key)
         return followed.answer if followed else None
 

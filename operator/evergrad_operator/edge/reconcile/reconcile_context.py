@@ -127,7 +127,7 @@ class Pass:
 def list_reads(work: Pass, gang_group: str) -> tuple[Step, ...]:
     """Return the reads that a pass may need. Refusals of all other reads are dropped.
 
-    ``gang_group``: API group of the installation's gangs, or "" if it has none.
+    ``gang_group``: API group of the installation's gangs, or "".
     """
     claim = existing_claim(work.raw)
     pods, groups = step_of_list(work.key), step_of_list(work.key, POD_GROUP)

@@ -127,7 +127,7 @@ class CertificateStore(Protocol):
 
 
 FetchProfile = Callable[[str], Awaitable[NamespaceProfile | None]]
-"""Returns the profile of a namespace; None if it has none. Raises ApiError."""
+"""Returns the profile of a namespace, or None. Raises ApiError."""
 
 
 class Webhook:

@@ -256,7 +256,7 @@ class DocumentReader:
         return texts, numbers
 
     def _read_line(self, number: int, line: str | None, *, is_torn: bool) -> str:
-        """Return the text of one line, or "" if it has none."""
+        """Return the text of one line, or ""."""
         value: Any = None
         if line is None:
             why = "a byte in it starts no character"

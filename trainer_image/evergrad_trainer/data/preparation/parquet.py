@@ -249,7 +249,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _text_of(value: str | bytes | None, row: int, column: str, tally: LineCounts) -> str:
-    """Return the text of a row, or "" if it has none. Rows without a text are counted in ``tally``."""
+    """Return the text of a row, or "". Rows without a text are counted in ``tally``."""
     if isinstance(value, bytes):
         try:
             value = value.decode()

@@ -91,7 +91,7 @@ def _is_wide(head: bytes, *, order: str = "<") -> bool:
 
 
 def describe_header(head: bytes) -> str | None:
-    """Return the format of a file with a header, which would be read as ids; None if there is no header."""
+    """Return the format of a file with a header, which would be read as ids, or None."""
     return "a numpy file (.npy)" if head.startswith(_NUMPY) else None
 
 

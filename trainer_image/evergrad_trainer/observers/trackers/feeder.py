@@ -86,7 +86,7 @@ class Feeder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failure: str | None = None
-        """The error that the library raised, as one line without credentials; None if there was none."""
+        """The error that the library raised, as one line without credentials, or None."""
         self._settings = settings
         self._open_library = open_library
         self._directory = directory

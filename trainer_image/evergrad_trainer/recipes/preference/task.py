@@ -188,8 +188,8 @@ class Preference(Pretrain):
 class _Named:
     """Weights that a field of the manifest names.
 
-    ``step`` selects a checkpoint of a run directory instead of its newest one. ``has_begun`` is true if a run
-    has begun with this step, and ``is_own`` is true if this run begins with these weights.
+    ``step`` selects a checkpoint of a run directory instead of its newest one. ``has_begun``: whether a run
+    has begun with this step, and ``is_own``: whether this run begins with these weights.
     """
 
     field: str
