@@ -36,12 +36,16 @@ from evergrad_operator.edge.reconcile.apply import (
     TOKEN_SECONDS,
     UNFINISHED_SECONDS,
     Applier,
+    ApplyResult,
     ClusterWriter,
     is_pod_work_due,
     list_steps,
 )
 from evergrad_operator.edge.reconcile.confirmation import Confirmer
-from evergrad_operator.edge.reconcile.coordinator_poller import Coordinators
+from evergrad_operator.edge.reconcile.coordinator_poller import (
+    CoordinatorResponse,
+    Coordinators,
+)
 from evergrad_operator.edge.reconcile.gang_api import GangApi
 from evergrad_operator.edge.reconcile.poll_schedule import CoordinatorPolling
 from evergrad_operator.edge.reconcile.reconcile_context import (
@@ -184,8 +188,8 @@ class Reconciler:
             self._metrics.reconcile_seconds.observe(time.perf_counter() - started)
 
     async def _reconcile(self, key: Key, raw: Raw) -> float | None:
-        # Observe, decide and plan from the cache. Read the claim first, because no watch shows a claim that a
-        # user has created.
+        # Assess the run from the cache. Read the claim first, because no watch shows a claim that a user has
+        # created.
         started = asyncio.get_running_loop().time()
         hints = self._hints.setdefault(key, Hints(uid_of(raw)))
         work = Pass(key, raw, hints, reads_until=started + READS_SECONDS)
@@ -199,33 +203,24 @@ class Reconciler:
             # The warning is about the next edit. A run that is finished or being deleted is not edited again.
             await self.statuses.warn_of_spelling(work, found.seen.run.parsed.outdated)
 
-        # Request the state that no watch shows. Assess again only if there was a request.
-        is_news = await self._follower.ask_about_ends(work, found.seen)
-        if is_edited(found.seen):
-            # Until the ConfigMap is applied again, it contains the settings that the pods use.
-            applied = await self._confirmer.fetch_applied(work, found.seen.run)
-            work = replace(work, applied=applied)
-            is_news = True
-        if is_news:
-            found = self._assess(work)
+        # Request the state that no watch shows. If there is any, assess again.
+        news = await self._read_unwatched(work, found.seen)
+        if news is not None:
+            work, found = news, self._assess(news)
         await self.statuses.announce_edit(work, found.seen)
 
-        # The cache may be out of date. List the pods on the API server before a pod is created or deleted.
-        is_confirmed = False
-        if self._is_look_due(work, found):
-            is_confirmed = await self._confirmer.confirm(work, found.plan)
-        if is_confirmed:
-            raw = self._cache.run(key) or work.raw
-            work = replace(work, raw=raw, group_kind=self.gang_api.known)
-            found = self._assess(work)
+        # List the pods before one is created or deleted, because the cache may be out of date. If they are
+        # listed, assess again.
+        confirmed = await self._list_pods(work, found)
+        if confirmed is not None:
+            work, found = confirmed, self._assess(confirmed)
 
-        # A refused step does not delay the other steps. This pass reports it, and it is retried after its
-        # own pause.
-        seen, decision, plan = found.seen, found.decision, found.plan
-        doable = plan if is_confirmed else replace(plan, create=(), delete=())
+        # Apply the plan. A refused step does not delay the other steps. This pass reports it, and it is
+        # retried after its own pause.
+        doable = found.plan if confirmed else replace(found.plan, create=(), delete=())
         results = await self._applier.apply(
             key,
-            seen,
+            found.seen,
             doable,
             work.hints.applied,
             until=started + RECONCILE_SECONDS - STATUS_SECONDS,
@@ -234,27 +229,74 @@ class Reconciler:
             return None
         self.gang_api.note(results)
         note_results(
-            self._metrics, key, seen, plan=doable, results=results, now=self.clock()
+            self._metrics,
+            key,
+            found.seen,
+            plan=doable,
+            results=results,
+            now=self.clock(),
         )
-        work.refusals.keep({*list_steps(plan), *list_reads(work, self.gang_api.group)})
-        if work.refusals.failures() != seen.failures:
-            # Update only the refusals. A complete observation would count the pods that this pass has deleted
-            # as lost.
-            seen = replace(seen, failures=work.refusals.failures())
-            decision = decide(seen, self._config, self.clock())
-        self._follower.follow(key, seen)
 
+        # Report the result of this pass in the status.
+        found = self._with_refusals(work, found)
+        self._follower.follow(key, found.seen)
+        return await self._write_status(work, found, results)
+
+    async def _read_unwatched(self, work: Pass, seen: Observation) -> Pass | None:
+        """Request the coordinator's answer about ended pods, and the settings that pods use after an edit.
+
+        Returns the pass to continue with, or None if nothing was requested.
+        """
+        has_asked = await self._follower.ask_about_ends(work, seen)
+        if is_edited(seen):
+            # Until the ConfigMap is applied again, it contains the settings that the pods use.
+            applied = await self._confirmer.fetch_applied(work, seen.run)
+            return replace(work, applied=applied)
+        return work if has_asked else None
+
+    async def _list_pods(self, work: Pass, found: Assessment) -> Pass | None:
+        """List the run's pods on the API server if this pass needs them.
+
+        Returns the pass to continue with, or None if the pods were not listed. A pass without this list
+        creates and deletes no pod.
+        """
+        if not self._is_look_due(work, found):
+            return None
+        if not await self._confirmer.confirm(work, found.plan):
+            return None
+        raw = self._cache.run(work.key) or work.raw
+        return replace(work, raw=raw, group_kind=self.gang_api.known)
+
+    def _with_refusals(self, work: Pass, found: Assessment) -> Assessment:
+        """Return the assessment with the refusals of this pass. Forget refusals of steps that are over."""
+        work.refusals.keep(
+            {*list_steps(found.plan), *list_reads(work, self.gang_api.group)}
+        )
+        failures = work.refusals.failures()
+        if failures == found.seen.failures:
+            return found
+        # Update only the refusals. A complete observation would count the pods that this pass has deleted as
+        # lost.
+        seen = replace(found.seen, failures=failures)
+        return replace(found, seen=seen, decision=decide(seen, self._config, self.clock()))
+
+    async def _write_status(
+        self, work: Pass, found: Assessment, results: list[ApplyResult]
+    ) -> float | None:
+        """Write the status once, at the end, so that no client reads the status of an incomplete pass.
+
+        Returns the seconds until the next pass, or None if the next pass waits for an event.
+        """
         # Read the time of the next retry before the status is written. A retry that becomes due during the
         # write would otherwise count as waiting for another step, and cause no pass.
         retry_after = work.refusals.seconds_to_next(self.clock())
-        token_after = None if plan.token is None else TOKEN_SECONDS
+        token_after = None if found.plan.token is None else TOKEN_SECONDS
         more_after = UNFINISHED_SECONDS if work.hints.applied.is_unfinished else None
 
-        # Write the status once, at the end, so that no client reads the status of an incomplete pass.
         outcome = ApplyOutcome(created=list_created(results))
-        write_after = await self.statuses.write(work, seen, decision, outcome)
+        write_after = await self.statuses.write(work, found.seen, found.decision, outcome)
         delays = (
-            decision.requeue_after,
+            found.decision.requeue_after,
             retry_after,
             token_after,
             more_after,
@@ -271,44 +313,21 @@ class Reconciler:
         """
         key = work.key
         parsed = self._specs.parse(work.raw, work.profile)
-
-        # An invalid answer of the coordinator is logged and must not stop the pass.
-        answer = self._coordinators.answer(key)
-        progress: CoordinatorStatus | None = None
-        report: PreparationReport | None = None
-        if answer is not None:
-            report = find_report(answer.raw, attempt=answer.attempt)
-        if answer is not None and report is None:
-            try:
-                progress = parse_progress(answer.raw, attempt=answer.attempt)
-            except OperatorError as error:
-                log.warning("%s/%s: %s", *key, error)
-
-        # The run's claim and other children, by kind and name.
-        children: dict[tuple[str, str], Raw] = {}
         claim_name = claims_of(work.raw).storage
-        claim = self._cache.claim(key[0], claim_name)
-        if claim is not None:
-            children[CLAIM.kind, claim_name] = claim
-        for name, child in self._cache.children(key).items():
-            metadata = child["metadata"]
-            version = work.hints.applied.versions.get(name)
-            if version is not None and version != metadata.get("resourceVersion"):
-                # Another client has changed the child since our last apply without changing the hash of the
-                # applied content. Remove the hash from this copy, so that the child is applied again.
-                annotations = dict(metadata.get("annotations") or {})
-                annotations.pop(names.ANNOTATION_HASH, None)
-                child = {**child, "metadata": {**metadata, "annotations": annotations}}
-            children[name] = child
 
+        # Observe what exists.
+        answer = self._coordinators.answer(key)
+        progress, report = _parse_answer(key, answer)
         observed = observe(
             parsed,
             pods=self._cache.pods(key),
             others=self._cache.others(key),
-            children=children,
+            children=self._collect_children(work, claim_name),
             progress=progress,
             failures=work.refusals.failures(),
         )
+
+        # Add what is known about these objects from other runs and from earlier passes.
         ended_at = work.hints.note_ends(observed, self._coordinators.clock())
         users = self._cache.claim_index.users_of(key[0], claim_name)
         seen = replace(
@@ -324,10 +343,29 @@ class Reconciler:
             is_answer_new=answer is not None and answer.at >= ended_at,
         )
 
+        # Decide, and plan the objects that should exist.
         decision = decide(seen, self._config, self.clock())
         token = self.token_of(seen.run.uid)
         plan = plan_children(seen, decision, self._config, token=token)
         return Assessment(seen, decision, plan)
+
+    def _collect_children(self, work: Pass, claim_name: str) -> dict[tuple[str, str], Raw]:
+        """Return the run's claim and its other children, by kind and name."""
+        children: dict[tuple[str, str], Raw] = {}
+        claim = self._cache.claim(work.key[0], claim_name)
+        if claim is not None:
+            children[CLAIM.kind, claim_name] = claim
+        for name, child in self._cache.children(work.key).items():
+            metadata = child["metadata"]
+            version = work.hints.applied.versions.get(name)
+            if version is not None and version != metadata.get("resourceVersion"):
+                # Another client has changed the child since our last apply without changing the hash of the
+                # applied content. Remove the hash from this copy, so that the child is applied again.
+                annotations = dict(metadata.get("annotations") or {})
+                annotations.pop(names.ANNOTATION_HASH, None)
+                child = {**child, "metadata": {**metadata, "annotations": annotations}}
+            children[name] = child
+        return children
 
     def _is_look_due(self, work: Pass, found: Assessment) -> bool:
         """Return whether this pass lists the run's pods on the API server.
@@ -358,6 +396,25 @@ class Reconciler:
             now=self.clock(),
         )
         return is_silent or is_refused or is_work_due
+
+
+def _parse_answer(
+    key: Key, answer: CoordinatorResponse | None
+) -> tuple[CoordinatorStatus | None, PreparationReport | None]:
+    """Return the coordinator's progress or the report of a preparation, whichever the answer contains.
+
+    An invalid answer is logged and gives neither, because it must not stop the pass.
+    """
+    if answer is None:
+        return None, None
+    report = find_report(answer.raw, attempt=answer.attempt)
+    if report is not None:
+        return None, report
+    try:
+        return parse_progress(answer.raw, attempt=answer.attempt), None
+    except OperatorError as error:
+        log.warning("%s/%s: %s", *key, error)
+        return None, None
 
 
 def _refuse_token(uid: str) -> str:
