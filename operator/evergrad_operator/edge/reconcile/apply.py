@@ -240,54 +240,25 @@ class Applier:
         work = _Work(key, seen, applied, deadline, last_begin)
         applied.is_unfinished = False
 
-        # The claim has the record of the runs that use the volume. Without this record, no pod may write to
-        # the volume.
-        results = []
-        if plan.claim is not None:
-            put_claim = partial(self._put_claim, plan.claim, plan)
-            results.append(await self._try(work, _step_of("apply", plan.claim), put_claim))
-        has_record = not any(result.failure for result in results)
-
-        # Create the token's Secret before the pods. Without it, a pod would be scheduled and then wait.
-        has_token = True
-        if plan.token is not None and (
-            plan.create or self._clock() - applied.token_posted_at >= TOKEN_SECONDS
-        ):
-            applied.token_posted_at = self._clock()
-            create_token = partial(self._create_token, plan.token)
-            results.append(
-                await self._try(work, _step_of("create", plan.token), create_token)
-            )
-            # A used-up quota also refuses a Secret that already exists. If the run had pods before, the
-            # Secret very likely exists.
-            has_token = results[-1].failure is None or seen.status.coordinator.attempt >= 0
-        pods = plan.create if has_record and has_token else ()
+        # Apply the claim with the run's record, then create the token's Secret: without it, a pod would be
+        # scheduled and then wait.
+        claimed = await self._try_claim(work, plan)
+        token = await self._try_token(work, plan)
 
         # The ConfigMap is applied before the pods that mount it. Pods are deleted before new pods are
         # created that need their resources.
         children = [body for body in plan.apply if body["kind"] != SERVICE.kind]
         services = [body for body in plan.apply if body["kind"] == SERVICE.kind]
-        results += await _gather(self._put(work, body) for body in children)
-        # If a child's name is taken by another owner, create no pods: they would read a foreign ConfigMap,
-        # or a foreign NetworkPolicy would isolate them.
-        if any(
-            one.failure and one.failure.reason in (NAME_LEFT, NAME_TAKEN) for one in results
-        ):
-            pods = ()
-        # If the PodGroup does not exist, create no pods: schedulers would place them one by one, or never.
-        if any(
-            one.failure
-            and one.step[:2] == ("apply", POD_GROUP)
-            and one.step[1:] not in seen.hashes
-            for one in results
-        ):
-            pods = ()
+        put = await _gather(self._put(work, body) for body in children)
+        results = [*claimed, *token, *put]
         results += await self._begin_all(
             work, [partial(self._end, work, end) for end in plan.delete]
         )
 
         # Apply the Services at the same time as the pods, because the API server needs more time to allocate
         # a Service's address than for any other step.
+        may_create = _may_create_pods(seen, claim=claimed, token=token, children=put)
+        pods = plan.create if may_create else ()
         puts = (self._put(work, body) for body in services)
         # Create the groups of pods concurrently: if one group gets no answer, the others are still created.
         groups = (self._create_some(work, some) for some in _group_pods(pods))
@@ -303,6 +274,27 @@ class Applier:
         return results
 
     # ---- one step ------------------------------------------------------------------------------------------
+
+    async def _try_claim(self, work: _Work, plan: ObjectPlan) -> list[ApplyResult]:
+        """Apply the claim if the plan has one. Returns at most one result."""
+        if plan.claim is None:
+            return []
+        put_claim = partial(self._put_claim, plan.claim, plan)
+        return [await self._try(work, _step_of("apply", plan.claim), put_claim)]
+
+    async def _try_token(self, work: _Work, plan: ObjectPlan) -> list[ApplyResult]:
+        """Create the token's Secret if the plan creates pods or the last try is old.
+
+        Returns at most one result.
+        """
+        if plan.token is None:
+            return []
+        now = self._clock()
+        if not plan.create and now - work.applied.token_posted_at < TOKEN_SECONDS:
+            return []
+        work.applied.token_posted_at = now
+        create_token = partial(self._create_token, plan.token)
+        return [await self._try(work, _step_of("create", plan.token), create_token)]
 
     async def _create_token(self, token: Mapping[str, Any]) -> None:
         # If the Secret already exists, it belongs to the run, because its name is computed from the token.
@@ -573,6 +565,34 @@ def _group_pods(bodies: Iterable[Raw]) -> list[list[Raw]]:
         role = str(body["metadata"]["labels"][names.LABEL_ROLE])
         groups.setdefault("" if role in _TRAINING else role, []).append(body)
     return list(groups.values())
+
+
+def _may_create_pods(
+    seen: Observation,
+    *,
+    claim: Sequence[ApplyResult],
+    token: Sequence[ApplyResult],
+    children: Sequence[ApplyResult],
+) -> bool:
+    """Return whether pods may be created after these results of the claim, the token and other children."""
+    # The claim has the record of the runs that use the volume. Without this record, no pod may write to the
+    # volume.
+    if any(one.failure for one in claim):
+        return False
+    # A used-up quota also refuses a Secret that already exists. If the run had pods before, the Secret very
+    # likely exists.
+    if any(one.failure for one in token) and seen.status.coordinator.attempt < 0:
+        return False
+    # If a child's name is taken by another owner, the pods would read a foreign ConfigMap, or a foreign
+    # NetworkPolicy would isolate them.
+    failed = [one for one in children if one.failure]
+    if any(one.failure and one.failure.reason in (NAME_LEFT, NAME_TAKEN) for one in failed):
+        return False
+    # If the PodGroup does not exist, schedulers would place the pods one by one, or never.
+    return not any(
+        one.step[:2] == ("apply", POD_GROUP) and one.step[1:] not in seen.hashes
+        for one in failed
+    )
 
 
 def _concerns_others(failure: ApplyFailure) -> bool:
