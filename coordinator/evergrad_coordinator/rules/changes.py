@@ -26,37 +26,47 @@ def remove_node(group: Group, node: Node, why: str, now: float) -> None:
     """Record that a node is no longer connected, and update its group."""
     group.members.remove(node)
     group.log("gone", node=node.name, why=why)
-    world, proposal = group.world, group.proposal
-
-    # A member that leaves on request is not lost, and neither is a member whose workers have ended with 0.
-    if world and node.key in world.places and node.key not in world.done:
-        world.has_left |= node.is_leaving
-        world.lost |= set() if node.is_leaving else {node.key}
-    # Its workers may still train, so no new group begins before their lease, counted from the last contact,
-    # has ended.
-    if world and node.key in world.places and node.key not in world.out:
-        world.last_contact[node.key] = node.seen
-        if not world.is_over and node.key not in world.done:
-            group.accounting.begin("node_lost", at=node.seen if why == "silent" else now)
+    _record_loss(group, node, why, now)
     group.departures.note_gone(node)
 
-    # If this node is not a member of the plan, the plan continues without it. Otherwise a new plan is made
-    # below.
+    # If this node is not a member of the plan, the plan continues without it. Otherwise a review makes a new
+    # plan.
+    world, proposal = group.world, group.proposal
     if proposal and node.key not in proposal.members:
         proposal.waits_for.discard(node.key)
     if world and not world.is_over and node.key in world.lost:
         group.hasten(now)
     else:
         group.change(now)
-    if group.nodes:
-        if proposal and not proposal.waits_for:
-            settle(group, now)
-        return
 
-    # It was the last node. The group waits for nodes again, or the run ends if the node left on request and
-    # the settings ask for that.
+    if not group.nodes:
+        _wait_for_nodes(group, node, now)
+        _finish_if_left(group)
+    elif proposal and not proposal.waits_for:
+        start_if_ready(group, now)
+
+
+def _record_loss(group: Group, node: Node, why: str, now: float) -> None:
+    """Record what the newest group loses with ``node``: a member, and the time until the next step."""
+    world = group.world
+    if world is None or node.key not in world.places:
+        return
+    # A member that leaves on request is not lost, and neither is a member whose workers have ended with 0.
+    if node.key not in world.done:
+        world.has_left |= node.is_leaving
+        world.lost |= set() if node.is_leaving else {node.key}
+    # Its workers may still train, so no new group begins before their lease, counted from the last contact,
+    # has ended.
+    if node.key not in world.out:
+        world.last_contact[node.key] = node.seen
+        if not world.is_over and node.key not in world.done:
+            group.accounting.begin("node_lost", at=node.seen if why == "silent" else now)
+
+
+def _wait_for_nodes(group: Group, last: Node, now: float) -> None:
+    """Wait for nodes again, after the ``last`` node of the group has gone."""
     group.proposal = None
-    group.departures.was_left = node.is_leaving or node.released_at is not None
+    group.departures.was_left = last.is_leaving or last.released_at is not None
     is_gone = group.world is None or group.world.places.keys() <= group.world.out
     # If all connections end together, our network has probably failed, not every node. They may reconnect.
     adopts_until = None if is_gone else now + group.lease_end
@@ -70,17 +80,21 @@ def remove_node(group: Group, node: Node, why: str, now: float) -> None:
         group.world.done.clear()
     group.log("empty", wasLeft=group.departures.was_left)
 
-    # A local run ends with its nodes. Its exit code reports whether the newest state is on the disk. Fresh
-    # workers hold no state that their script has not saved.
-    if (
-        group.settings.exit_when_empty
-        and group.departures.was_left
-        and group.finished is None
-    ):
-        held = max(group.members.steps.values(), default=-1)
-        is_saved = group.settings.recovery == "fresh" or group.departures.saved_step >= held
-        code = ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED
-        finish(group, code, "stopped", "all nodes have left")
+
+def _finish_if_left(group: Group) -> None:
+    """End a local run whose nodes have all left on request.
+
+    Its exit code reports whether the newest state is on the disk.
+    """
+    if not group.settings.exit_when_empty or not group.departures.was_left:
+        return
+    if group.finished is not None:
+        return
+    # Fresh workers hold no state that their script has not saved.
+    held = max(group.members.steps.values(), default=-1)
+    is_saved = group.settings.recovery == "fresh" or group.departures.saved_step >= held
+    code = ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED
+    finish(group, code, "stopped", "all nodes have left")
 
 
 def release_leavers(group: Group, now: float, *, staying: list[Node] | None) -> None:
@@ -192,7 +206,7 @@ def has_boundary_ahead(group: Group, node: Node) -> bool:
     )
 
 
-def settle(group: Group, now: float) -> None:
+def start_if_ready(group: Group, now: float) -> None:
     """If all nodes of the plan are ready, let leavers go, and begin if there are enough members."""
     proposal = group.proposal
     if proposal is None or proposal.waits_for or group.finished:
@@ -224,7 +238,11 @@ def settle(group: Group, now: float) -> None:
         group.budget.conclude(ending, group.training)
     if finish_if_exhausted(group):
         return
+    _begin_group(group, members, now)
 
+
+def _begin_group(group: Group, members: list[Node], now: float) -> None:
+    """Make ``members`` the newest group, and send each of them its place."""
     # From here on the group exists: reports about it count, and reports about older ones do not.
     places = planning.assign_places(members)
     group.world = GroupWorld(group.generation, places, started_at=now)

@@ -9,7 +9,7 @@ from evergrad_coordinator.rules.changes import (
     announce,
     finish_if_exhausted,
     release_leavers,
-    settle,
+    start_if_ready,
 )
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.phase import GroupPhase, find_phase
@@ -201,5 +201,5 @@ def _plan(group: Group, members: tuple[Node, ...], now: float) -> None:
         node.ready = None
         announce(group, node, proposal)
 
-    # If the plan waits for no node, no ``ready`` will arrive, so settle it here.
-    settle(group, now)
+    # If the plan waits for no node, no ``ready`` will arrive, so begin here.
+    start_if_ready(group, now)
