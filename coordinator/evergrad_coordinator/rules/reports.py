@@ -21,7 +21,12 @@ from evergrad_coordinator.protocol import (
     Up,
 )  # fmt: skip
 from evergrad_coordinator.rules.budget import GenerationFailure, describe_worker
-from evergrad_coordinator.rules.changes import break_world, drop_node, finish, settle
+from evergrad_coordinator.rules.changes import (
+    break_world,
+    drop_node,
+    finish,
+    start_if_ready,
+)
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.phase import GroupPhase, find_phase
 from evergrad_coordinator.rules.state import MOST_SETS, GroupWorld, Node
@@ -61,17 +66,7 @@ def handle_report(group: Group, node: Node, message: Message, now: float) -> Non
             group.log("leaving", node=node.name, reason=message.reason[:100])
             group.change(now)
         case Left():
-            node.is_leaving = True
-            if group.world and node.key in group.world.places:
-                group.world.out.add(node.key)
-            # Record the save before the node is dropped, because the drop clears the saver.
-            if message.is_saved and group.departures.saver == node.key:
-                group.departures.note_saved(node)
-                training, step = group.training, group.departures.saved_step
-                training.checkpoint_step = max(training.checkpoint_step, step)
-                training.step = max(training.step, step)
-                group.budget.progress.note_step(step, is_whole=False)
-            drop_node(group, node, "left", now)
+            _on_left(group, node, message, now)
         case Broken():
             _on_broken(group, node, message, now)
         case Result():
@@ -90,6 +85,20 @@ def _find_world(group: Group, node: Node, generation: int) -> GroupWorld | None:
         if world and world.generation == generation and node.key in world.places
         else None
     )
+
+
+def _on_left(group: Group, node: Node, message: Left, now: float) -> None:
+    node.is_leaving = True
+    if group.world and node.key in group.world.places:
+        group.world.out.add(node.key)
+    # Record the save before the node is dropped, because the drop clears the saver.
+    if message.is_saved and group.departures.saver == node.key:
+        group.departures.note_saved(node)
+        training, step = group.training, group.departures.saved_step
+        training.checkpoint_step = max(training.checkpoint_step, step)
+        training.step = max(training.step, step)
+        group.budget.progress.note_step(step, is_whole=False)
+    drop_node(group, node, "left", now)
 
 
 def _on_ready(group: Group, node: Node, message: Ready, now: float) -> None:
@@ -121,30 +130,16 @@ def _on_ready(group: Group, node: Node, message: Ready, now: float) -> None:
     node.ready, node.workers = message, message.workers
     if node.key in proposal.waits_for:
         proposal.waits_for.discard(node.key)
-        settle(group, now)
+        start_if_ready(group, now)
 
 
 def _note_course(
     group: Group, world: GroupWorld, node: Node, message: Message, now: float
 ) -> None:
     """Record the progress of the newest group from a report of one of its members."""
-    training = group.training
     match message:
         case Up() if not world.is_over:
-            # A node repeats ``up`` on each new connection, when training may be far beyond that step. Only
-            # the first ``up`` may lower the step, to the checkpoint that the group has loaded.
-            is_again = node.key in world.up
-            training.step = max(training.step, message.step) if is_again else message.step
-            world.up.add(node.key)
-            node.step = max(message.step, node.step if node.step is not None else -1)
-            # The step was finished before the group started, so it is not progress.
-            group.budget.progress.note_step(message.step, is_whole=False)
-            # An outage lasts until the last member is up, because no step can finish before.
-            if not world.is_up and len(world.up) == len(world.places):
-                world.up_at, world.up_step = now, message.step
-                group.accounting.end(now=now)
-                group.log("up", step=message.step)
-                group.change(now)
+            _on_up(group, world, node, message, now)
         case Restoring():
             # Only growth counts: a worker that repeats its number may hang.
             if not world.is_up and message.num_bytes > world.moved.get(node.key, 0):
@@ -152,6 +147,7 @@ def _note_course(
                 world.moved_at = now
         case Boundary():
             # Waiting joins may happen now: directly after a checkpoint, fresh workers lose no step.
+            training = group.training
             training.checkpoint_step = max(training.checkpoint_step, message.step)
             group.budget.observe(training, is_whole=group.is_whole)
             group.joins.has_boundary = True
@@ -162,39 +158,65 @@ def _note_course(
             if place.first_rank <= message.rank < place.first_rank + place.workers:
                 _note_finished(group, world, [message.rank])
         case Done() if group.settings.recovery == "fresh":
-            # The node has no work left. The other members continue without it.
-            world.done.add(node.key)
-            world.out.add(node.key)
-            node.is_done, node.group = True, 0
-            place = world.places[node.key]
-            ranks = range(place.first_rank, place.first_rank + place.workers)
-            _note_finished(group, world, ranks)
-            if len(world.done) == len(world.places):
-                finish(group, ExitCode.DONE, "Complete", "all workers ended well")
-            else:
-                group.change(now)
+            _on_done(group, world, node, now)
         case Progress():
-            # Keep the old value if a report has none, because reports are sent at different points of a step.
-            training.step, training.updated_at = message.step, now
-            for name in (
-                "total_steps", "loss", "tokens_per_second", "eta_seconds", "checkpoint_step",
-            ):  # fmt: skip
-                value = getattr(message, name)
-                if value is not None:
-                    setattr(training, name, value)
-            if message.failed_saves is not None:
-                training.failed_saves = message.failed_saves
-                training.save_trouble = message.save_trouble
-                training.save_message = message.save_message
-            # These numbers are only displayed; no decision depends on them. Keep evaluations that are missing
-            # in the report: rank 0 may be on another node now, which has not seen every evaluation.
-            training.values = message.values
-            for name, one in message.evaluations.items():
-                if name in training.evaluations or len(training.evaluations) < MOST_SETS:
-                    training.evaluations[name] = one
-            group.budget.observe(training, is_whole=group.is_whole)
-            group.ledger.close_interval(now=now)
-            group.ledger.note_progress(message)
+            _on_progress(group, message, now)
+
+
+def _on_up(group: Group, world: GroupWorld, node: Node, message: Up, now: float) -> None:
+    # A node repeats ``up`` on each new connection, when training may be far beyond that step. Only the first
+    # ``up`` may lower the step, to the checkpoint that the group has loaded.
+    training, is_again = group.training, node.key in world.up
+    training.step = max(training.step, message.step) if is_again else message.step
+    world.up.add(node.key)
+    node.step = max(message.step, node.step if node.step is not None else -1)
+    # The step was finished before the group started, so it is not progress.
+    group.budget.progress.note_step(message.step, is_whole=False)
+    # An outage lasts until the last member is up, because no step can finish before.
+    if not world.is_up and len(world.up) == len(world.places):
+        world.up_at, world.up_step = now, message.step
+        group.accounting.end(now=now)
+        group.log("up", step=message.step)
+        group.change(now)
+
+
+def _on_done(group: Group, world: GroupWorld, node: Node, now: float) -> None:
+    # The node has no work left. The other members continue without it.
+    world.done.add(node.key)
+    world.out.add(node.key)
+    node.is_done, node.group = True, 0
+    place = world.places[node.key]
+    ranks = range(place.first_rank, place.first_rank + place.workers)
+    _note_finished(group, world, ranks)
+    if len(world.done) == len(world.places):
+        finish(group, ExitCode.DONE, "Complete", "all workers ended well")
+    else:
+        group.change(now)
+
+
+def _on_progress(group: Group, message: Progress, now: float) -> None:
+    # Keep the old value if a report has none, because reports are sent at different points of a step.
+    training = group.training
+    training.step, training.updated_at = message.step, now
+    for name in (
+        "total_steps", "loss", "tokens_per_second", "eta_seconds", "checkpoint_step",
+    ):  # fmt: skip
+        value = getattr(message, name)
+        if value is not None:
+            setattr(training, name, value)
+    if message.failed_saves is not None:
+        training.failed_saves = message.failed_saves
+        training.save_trouble = message.save_trouble
+        training.save_message = message.save_message
+    # These numbers are only displayed; no decision depends on them. Keep evaluations that are missing in the
+    # report: rank 0 may be on another node now, which has not seen every evaluation.
+    training.values = message.values
+    for name, one in message.evaluations.items():
+        if name in training.evaluations or len(training.evaluations) < MOST_SETS:
+            training.evaluations[name] = one
+    group.budget.observe(training, is_whole=group.is_whole)
+    group.ledger.close_interval(now=now)
+    group.ledger.note_progress(message)
 
 
 def _note_finished(group: Group, world: GroupWorld, ranks: Iterable[int]) -> None:
