@@ -1,6 +1,6 @@
 """Runs the policies in order. The first policy that returns a decision decides."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from evergrad_common.contract import SOME_FINISHED
 from evergrad_operator.core.decision import Action, Decision
@@ -10,7 +10,8 @@ from evergrad_operator.core.objects.names import Phase, Reason
 from evergrad_operator.core.objects.problems import list_problems
 from evergrad_operator.core.objects.times import format_time, parse_time
 from evergrad_operator.core.observe.evaluation import EvaluationProgress
-from evergrad_operator.core.observe.observe import Observation
+from evergrad_operator.core.observe.observe import Observation, PreviousStatus
+from evergrad_operator.core.observe.pods import PodState
 from evergrad_operator.core.observe.preparation import DataPreparation
 from evergrad_operator.core.policies.completion import (
     complete_if_done,
@@ -86,41 +87,8 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
     context = ReconcileContext(observation, memory, config, now)
     decision = evaluate_beside(context, _decide(context))
 
-    # Also delete pods in which only an injected sidecar still runs. They would hold their hosts' resources
-    # forever. Write the end of a pod to the status before deleting the pod, because an operator that starts
-    # later could not find out how the pod ended.
     if decision.action != Action.HOLD:
-        chosen, known = {pod.name for pod in decision.pods_to_delete}, observation.status
-        beside = (*observation.preparations, *observation.evaluations)
-        left = [
-            pod
-            for pod in (*context.nodes, *beside)
-            if pod.end is not None and pod.has_sidecar and pod.name not in chosen
-        ]
-        recorded = []
-        newest_of: dict[str, DataPreparation | EvaluationProgress] = {
-            names.ROLE_PREPARATION: known.preparation,
-            names.ROLE_EVALUATION: known.evaluation,
-        }
-        for pod in left:
-            is_recorded = known.has_recorded(pod.index, pod.attempt)
-            newest = newest_of.get(pod.role)
-            if newest is not None:
-                # The status stores only the newest preparation and evaluation pod; older pods are recorded.
-                is_recorded = pod.attempt < newest.attempt or (
-                    pod.attempt == newest.attempt and newest.is_recorded
-                )
-            if is_recorded or (
-                known.finish is not None and pod.role != names.ROLE_EVALUATION
-            ):
-                recorded.append(pod)
-        # The pass after the write of the status deletes the other pods.
-        seconds = 1.0 if len(recorded) < len(left) else None
-        decision = replace(
-            decision,
-            pods_to_delete=decision.pods_to_delete + remove(recorded),
-            requeue_after=earliest(decision.requeue_after, seconds),
-        )
+        decision = _delete_sidecars(context, decision)
 
     # If a run ends or pauses, add to the message why its pods cannot be deleted. A run that trains reports
     # its refusals as obstacles.
@@ -130,24 +98,88 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
     return replace(decision, message=f"{decision.message}; {refusal.message}")
 
 
-def _decide(context: ReconcileContext) -> Decision:
-    finish = context.memory.finish
-    if context.run.is_deleting:
-        # The garbage collector deletes all children. If the run is over, its phase and reason stay.
-        if finish is not None:
-            return context.hold(finish.phase, finish.reason, finish.message)
-        text = "the run is being deleted; its pods save and leave"
-        if context.run.is_orphaning:
-            text = (
-                "the run is being deleted without its children (--cascade=orphan); its pods keep running, "
-                "and no operator looks after them"
-            )
-        return context.hold(Phase.RUNNING, Reason.DELETING, text)
-    if finish is not None:
-        return conclude(context)
+def _delete_sidecars(context: ReconcileContext, decision: Decision) -> Decision:
+    """Also delete pods in which only an injected sidecar still runs.
 
-    # Check for ends first, in this order: a run that is complete by the volume's record must not train or
-    # fail.
+    They would hold their hosts' resources forever. The end of a pod is written to the status before the pod
+    is deleted, because an operator that starts later could not find out how the pod ended.
+    """
+    observation = context.observation
+    chosen = {pod.name for pod in decision.pods_to_delete}
+    beside = (*observation.preparations, *observation.evaluations)
+    left = [
+        pod
+        for pod in (*context.nodes, *beside)
+        if pod.end is not None and pod.has_sidecar and pod.name not in chosen
+    ]
+    recorded = [pod for pod in left if _is_end_recorded(pod, observation.status)]
+    # The pass after the write of the status deletes the other pods.
+    seconds = 1.0 if len(recorded) < len(left) else None
+    return replace(
+        decision,
+        pods_to_delete=decision.pods_to_delete + remove(recorded),
+        requeue_after=earliest(decision.requeue_after, seconds),
+    )
+
+
+def _is_end_recorded(pod: PodState, known: PreviousStatus) -> bool:
+    """Return whether the status contains the end of this pod, or needs it no more."""
+    if known.finish is not None and pod.role != names.ROLE_EVALUATION:
+        return True
+    newest_of: dict[str, DataPreparation | EvaluationProgress] = {
+        names.ROLE_PREPARATION: known.preparation,
+        names.ROLE_EVALUATION: known.evaluation,
+    }
+    newest = newest_of.get(pod.role)
+    if newest is None:
+        return known.has_recorded(pod.index, pod.attempt)
+    # The status stores only the newest preparation and evaluation pod; older pods are recorded.
+    return pod.attempt < newest.attempt or (
+        pod.attempt == newest.attempt and newest.is_recorded
+    )
+
+
+def _decide(context: ReconcileContext) -> Decision:
+    if context.run.is_deleting:
+        return _hold_while_deleted(context)
+    if context.memory.finish is not None:
+        return conclude(context)
+    ending = _end_if_due(context)
+    if ending is not None:
+        return ending
+
+    # Check pauses, problems of the file, and pods from before a restart. Train only if there are none.
+    started = _start_clock(context)
+    decision = (
+        stop_if_asked(context)
+        or _hold_if_wrong(started)
+        or drain_older(context)
+        or _run(started)
+    )
+    return replace(
+        decision,
+        requeue_after=earliest(decision.requeue_after, seconds_to_deadline(context)),
+    )
+
+
+def _hold_while_deleted(context: ReconcileContext) -> Decision:
+    """Hold a run that is being deleted, because the garbage collector deletes all its children."""
+    # If the run is over, its phase and reason stay.
+    finish = context.memory.finish
+    if finish is not None:
+        return context.hold(finish.phase, finish.reason, finish.message)
+    text = "the run is being deleted; its pods save and leave"
+    if context.run.is_orphaning:
+        text = (
+            "the run is being deleted without its children (--cascade=orphan); its pods keep running, "
+            "and no operator looks after them"
+        )
+    return context.hold(Phase.RUNNING, Reason.DELETING, text)
+
+
+def _end_if_due(context: ReconcileContext) -> Decision | None:
+    """Return the decision for a run that is over or whose last pods are ending; None if the run continues."""
+    # Check in this order: a run that is complete by the volume's record must not train or fail.
     for end in (complete_if_recorded, refuse_if_taken):
         if (over := end(context)) is not None:
             return conclude(over)
@@ -169,29 +201,21 @@ def _decide(context: ReconcileContext) -> Decision:
     for end in (fail_if_unprepared, fail_if_due, fail_at_deadline):
         if (over := end(context)) is not None:
             return conclude(over)
+    return None
 
-    # Start the clock of the run's deadline, which also runs while the run waits. Forget the time of the last
-    # step before a pause, so that the pause does not count as time without a step.
-    started = context
+
+def _start_clock(context: ReconcileContext) -> ReconcileContext:
+    """Start the clock of the run's deadline if it is not running. It also runs while the run waits."""
     memory = context.memory
-    if memory.start_time is None:
-        training = memory.training
-        if training.updated_at == context.observation.status.training.updated_at:
-            training = replace(training, updated_at=None)
-        memory = replace(memory, start_time=context.now, training=training)
-        started = replace(context, memory=memory)
-
-    # Then check pauses, problems of the file, and pods from before a restart. Train only if there are none.
-    decision = (
-        stop_if_asked(context)
-        or _hold_if_wrong(started)
-        or drain_older(context)
-        or _run(started)
-    )
-    return replace(
-        decision,
-        requeue_after=earliest(decision.requeue_after, seconds_to_deadline(context)),
-    )
+    if memory.start_time is not None:
+        return context
+    # Forget the time of the last step before a pause, so that the pause does not count as time without a
+    # step.
+    training = memory.training
+    if training.updated_at == context.observation.status.training.updated_at:
+        training = replace(training, updated_at=None)
+    memory = replace(memory, start_time=context.now, training=training)
+    return replace(context, memory=memory)
 
 
 def _hold_if_wrong(context: ReconcileContext) -> Decision | None:
@@ -285,17 +309,18 @@ def _run(context: ReconcileContext) -> Decision:
     if not has_record:
         wanted.append(context.run.claim_name)
     obstacle = find_obstacle(context, wanted)
-    phase, reason, message, person_at = _describe(context, scale, obstacle)
+    described = _describe(context, scale, obstacle)
 
     # Schedule a pass for the time at which the condition Stalled becomes true, because there may be no other
     # event until then.
+    person_at = described.person_at
     seconds_to_person = None if person_at is None else person_at - context.now
     is_blocked = seconds_to_person is not None and seconds_to_person <= 0
     return Decision(
         Action.RUN,
-        phase,
-        reason,
-        message,
+        described.phase,
+        described.reason,
+        described.message,
         memory,
         nodes_to_create=scale.nodes_to_create,
         gang=scale.gang,
@@ -313,70 +338,94 @@ def _run(context: ReconcileContext) -> Decision:
     )
 
 
+@dataclass(frozen=True)
+class _RunPhase:
+    """The phase of a run that wants to train, with its reason and message.
+
+    ``person_at``: time from which a person has to act, in seconds since 1970; None if no person is needed.
+    """
+
+    phase: Phase
+    reason: str
+    message: str
+    person_at: float | None = None
+
+
 def _describe(
     context: ReconcileContext, scale: Scale, obstacle: Obstacle | None
-) -> tuple[Phase, str, str, float | None]:
-    """Return the phase, the reason, the message, and the time from which a person has to act.
+) -> _RunPhase:
+    phase = _find_phase(context, scale, obstacle)
+    if phase == Phase.RUNNING:
+        return _describe_training(context, scale, obstacle)
 
-    The time is in seconds since 1970; None if no person is needed.
-    """
-    progress, memory = context.progress, context.memory
+    # Report the first of these: a time at which capacity was given back, an obstacle that a person or the
+    # cluster can resolve, host faults, a pause, and last the coordinator's reason to wait.
+    memory, progress = context.memory, context.progress
+    if context.now < memory.come_again_at:
+        return _RunPhase(Phase.WAITING, Reason.GIVEN_BACK, describe_give_back(context))
+    if obstacle is not None:
+        is_starting = obstacle.reason == Reason.STARTING
+        found = Phase.STARTING if is_starting else Phase.WAITING
+        return _RunPhase(found, obstacle.reason, obstacle.message, obstacle.needs_person_at)
+    has_many_faults = memory.faults.in_a_row >= MANY_FAULTS
+    if scale.faulty or has_many_faults:
+        text = describe_host_faults(context)
+        person_at = 0.0 if has_many_faults else None
+        return _RunPhase(Phase.WAITING, Reason.HOST_FAULTS, text, person_at)
+    if is_backing_off(context):
+        text = f"the next pods come at {format_time(memory.budget.retry_at)}"
+        if memory.last_failure:
+            text += f". Last: {describe_failure(memory.last_failure)}"
+        return _RunPhase(Phase.WAITING, Reason.BACKING_OFF, text)
+    if progress is not None and phase == Phase.WAITING:
+        return _RunPhase(phase, Reason.WAITING_FOR_NODES, progress.message)
+    text = "pods are on their way, or the group is forming"
+    return _RunPhase(phase, Reason.STARTING, text)
+
+
+def _find_phase(
+    context: ReconcileContext, scale: Scale, obstacle: Obstacle | None
+) -> Phase:
+    """Return whether the run trains, starts or waits, by the newest known state of its group."""
     # Use the phase that the coordinator reports.
+    progress, memory = context.progress, context.memory
     if progress is not None:
         phase = _GROUP_PHASES.get(progress.phase, Phase.STARTING)
         # If all pods exist and the newest is younger than the warm-up time, the run is starting, not waiting.
         newest = max((pod.created_at for pod in context.live), default=0.0)
         is_warming_up = scale.missing == 0 and context.now - newest < _WARM_UP_SECONDS
         if phase == Phase.WAITING and obstacle is None and is_warming_up:
-            phase = Phase.STARTING
+            return Phase.STARTING
+        return phase
     # If the coordinator was not polled yet, for example after a start of the operator, keep the last known
     # phase.
-    elif (
-        memory.phase in _GROUP_PHASES.values()
-        and context.observation.live_coordinator is not None
-    ):
-        phase = Phase(memory.phase)
+    has_coordinator = context.observation.live_coordinator is not None
+    if has_coordinator and memory.phase in _GROUP_PHASES.values():
+        return Phase(memory.phase)
     # Without a coordinator, nodes continue to train until the next coordinator takes over the group.
-    else:
-        is_training = memory.phase == Phase.RUNNING and context.live
-        phase = Phase.RUNNING if is_training else Phase.STARTING
+    is_training = memory.phase == Phase.RUNNING and context.live
+    return Phase.RUNNING if is_training else Phase.STARTING
 
-    if phase == Phase.RUNNING:
-        # A run that trains needs no person, so only add the obstacle to its message.
-        behind = obstacle.message if obstacle else ""
-        reason = Reason.TRAINING
-        text = f"{context.ready} of {context.run.spec.nodes.largest} nodes train"
-        if scale.coordinator_attempt is not None:
-            reason = Reason.COORDINATOR_LOST
-            text = "the coordinator is being replaced; training goes on"
-        elif progress is not None and progress.reason == SOME_FINISHED:
-            text = progress.message
-        elif scale.faulty and not behind:
-            behind = describe_host_faults(context)
-        if memory.training.failed_saves and not behind:
-            # The condition CheckpointHealthy contains the reason and the remedy.
-            failed = memory.training.failed_saves
-            times = "the last save" if failed == 1 else f"the last {failed} saves"
-            behind = f"{times} failed (CheckpointHealthy)"
-        return phase, reason, f"{text}; {behind}" if behind else text, None
 
-    if context.now < memory.come_again_at:
-        return Phase.WAITING, Reason.GIVEN_BACK, describe_give_back(context), None
-    # Report the first of these: an obstacle that a person or the cluster can resolve, host faults, a pause,
-    # and last the coordinator's reason to wait.
-    if obstacle is not None:
-        is_starting = obstacle.reason == Reason.STARTING
-        found = Phase.STARTING if is_starting else Phase.WAITING
-        return found, obstacle.reason, obstacle.message, obstacle.needs_person_at
-    has_many_faults = memory.faults.in_a_row >= MANY_FAULTS
-    if scale.faulty or has_many_faults:
-        text = describe_host_faults(context)
-        return Phase.WAITING, Reason.HOST_FAULTS, text, 0.0 if has_many_faults else None
-    if is_backing_off(context):
-        text = f"the next pods come at {format_time(memory.budget.retry_at)}"
-        if memory.last_failure:
-            text += f". Last: {describe_failure(memory.last_failure)}"
-        return Phase.WAITING, Reason.BACKING_OFF, text, None
-    if progress is not None and phase == Phase.WAITING:
-        return phase, Reason.WAITING_FOR_NODES, progress.message, None
-    return phase, Reason.STARTING, "pods are on their way, or the group is forming", None
+def _describe_training(
+    context: ReconcileContext, scale: Scale, obstacle: Obstacle | None
+) -> _RunPhase:
+    # A run that trains needs no person, so only add the obstacle to its message.
+    progress, memory = context.progress, context.memory
+    behind = obstacle.message if obstacle else ""
+    reason = Reason.TRAINING
+    text = f"{context.ready} of {context.run.spec.nodes.largest} nodes train"
+    if scale.coordinator_attempt is not None:
+        reason = Reason.COORDINATOR_LOST
+        text = "the coordinator is being replaced; training goes on"
+    elif progress is not None and progress.reason == SOME_FINISHED:
+        text = progress.message
+    elif scale.faulty and not behind:
+        behind = describe_host_faults(context)
+    if memory.training.failed_saves and not behind:
+        # The condition CheckpointHealthy contains the reason and the remedy.
+        failed = memory.training.failed_saves
+        times = "the last save" if failed == 1 else f"the last {failed} saves"
+        behind = f"{times} failed (CheckpointHealthy)"
+    message = f"{text}; {behind}" if behind else text
+    return _RunPhase(Phase.RUNNING, reason, message)

@@ -201,15 +201,68 @@ def explain_leftovers(context: ReconcileContext) -> Obstacle:
     return Obstacle(Reason.NAME_TAKEN, text)
 
 
+@dataclass(frozen=True)
+class _Refusal:
+    """A refusal by the API server, recognised by its message or its status code.
+
+    ``remedy`` may contain ``{resources}`` and ``{limits}``, the fields that set the resources of the refused
+    pod and their limits.
+    """
+
+    reason: Reason
+    remedy: str
+    words: tuple[str, ...] = ()
+    """Texts that all occur in the message."""
+    pattern: re.Pattern[str] | None = None
+    """Pattern that occurs in the message."""
+    statuses: tuple[int, ...] = ()
+    """Status codes, one of which the answer has. If there are none, any code matches."""
+
+    def matches(self, failure: ApplyFailure) -> bool:
+        return (
+            all(word in failure.message for word in self.words)
+            and (self.pattern is None or bool(self.pattern.search(failure.message)))
+            and (not self.statuses or failure.status in self.statuses)
+        )
+
+
+_FREE_QUOTA: Final = "Free or raise the ResourceQuota"
+_REFUSALS: Final = (
+    _Refusal(Reason.QUOTA_EXCEEDED, _FREE_QUOTA, words=("exceeded quota",)),
+    _Refusal(Reason.QUOTA_EXCEEDED, _FREE_QUOTA, words=("insufficient quota",)),
+    _Refusal(
+        Reason.ADMISSION_REFUSED,
+        "Set these under {resources}",
+        words=("must specify", "quota"),
+    ),
+    _Refusal(
+        Reason.ADMISSION_REFUSED,
+        "Remove from spec.template what the namespace's Pod Security level forbids",
+        words=("violates PodSecurity",),
+    ),
+    _Refusal(
+        Reason.ADMISSION_REFUSED,
+        "Change the LimitRange of the namespace, or {limits}",
+        pattern=_LIMIT_RANGE,
+    ),
+    _Refusal(
+        Reason.INVALID_OBJECT, "Correct spec.template or {resources}", statuses=(422,)
+    ),
+    _Refusal(
+        Reason.ADMISSION_REFUSED,
+        "Change the run, or the policy or rights that forbid it",
+        statuses=(400, 403),
+    ),
+)
+"""Refusals by the API server; the first one that matches counts.
+
+The message texts have no stable format, but a wrong match affects only the suggested remedy.
+"""
+
+
 def explain_refusal(failure: ApplyFailure, run: str) -> Obstacle:
     """Return the obstacle for a refusal by the API server or a coordinator. ``run``: name of the run."""
     what, said = f"{failure.kind} {failure.name}", failure.message
-    # Compare with names computed from the run's name: a node of a run called "x-evaluate" must not match.
-    of_pod = "spec.resources"
-    if failure.name.startswith(names.preparation_pod_name(run, 0).removesuffix("0")):
-        of_pod = "spec.preparation.resources"
-    elif failure.name.startswith(names.evaluation_pod_name(run, 0, 0).removesuffix("0-0")):
-        of_pod = "spec.evaluation.resources"
     if failure.reason == NAME_TAKEN:
         remedy = "Delete or rename it, or give the run another name"
         return Obstacle(
@@ -221,51 +274,48 @@ def explain_refusal(failure: ApplyFailure, run: str) -> Obstacle:
             Reason.BOUNDS_NOT_TAKEN,
             f"the new bounds are not in force: {quote(said)}. They are sent again",
         )
-
-    # Transient failures: the object was not refused, and a retry may succeed.
     if _is_passing(failure):
-        could_not = f"could not {failure.verb} {what}"
-        words = quote(said) or failure.reason
-        # A 409 for another reason than a taken name is a write conflict, which a retry resolves.
-        if failure.status == 409:
-            return Obstacle(Reason.STARTING, f"{could_not} yet: {words}. It is tried again")
-        if "failed calling webhook" in said:
-            remedy = "See the webhook's pods and its failurePolicy; it is tried again"
-            text = f"{could_not}: an admission webhook does not answer: {words}. {remedy}"
-            return Obstacle(Reason.WEBHOOK_FAILED, text)
-        code = f" (HTTP {failure.status})" if failure.status else ""
-        text = f"{could_not}: the API server does not answer, or not now: {words}{code}"
-        return Obstacle(Reason.API_UNAVAILABLE, f"{text}. It is tried again")
+        return _explain_passing(failure)
 
-    # Match the API server's message text last. The text has no stable format, but a wrong match affects only
-    # the suggested remedy.
+    # The API server has refused the object.
     text = f"the API server refuses {what}: {quote(said) or failure.reason} (HTTP {failure.status})"
-    if "exceeded quota" in said or "insufficient quota" in said:
-        return Obstacle(
-            Reason.QUOTA_EXCEEDED,
-            f"{text}. Free or raise the ResourceQuota; it is tried again",
-        )
-    if "must specify" in said and "quota" in said:
-        remedy = f"Set these under {of_pod}; it is tried again"
-        return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}")
-    if "violates PodSecurity" in said:
-        remedy = "Remove from spec.template what the namespace's Pod Security level forbids"
-        return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}; it is tried again")
-    if _LIMIT_RANGE.search(said):
-        # The installation sets the coordinator's resources; no field of the run changes them.
-        coordinator = names.coordinator_pod_name(run, 0).removesuffix("0")
-        field = f"{of_pod}.limits"
-        if failure.name.startswith(coordinator):
-            field = "the chart's values runs.coordinator"
-        remedy = f"Change the LimitRange of the namespace, or {field}; it is tried again"
-        return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}")
-    if failure.status == 422:
-        remedy = f"Correct spec.template or {of_pod}; it is tried again"
-        return Obstacle(Reason.INVALID_OBJECT, f"{text}. {remedy}")
-    if failure.status in (400, 403):
-        remedy = "Change the run, or the policy or rights that forbid it; it is tried again"
-        return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}")
+    for refusal in _REFUSALS:
+        if refusal.matches(failure):
+            resources, limits = _find_resource_fields(failure, run)
+            remedy = refusal.remedy.format(resources=resources, limits=limits)
+            return Obstacle(refusal.reason, f"{text}. {remedy}; it is tried again")
     return Obstacle(Reason.CREATE_FAILED, f"{text}. It is tried again")
+
+
+def _explain_passing(failure: ApplyFailure) -> Obstacle:
+    """Return the obstacle for a transient failure: the object was not refused, and a retry may succeed."""
+    could_not = f"could not {failure.verb} {failure.kind} {failure.name}"
+    words = quote(failure.message) or failure.reason
+    # A 409 for another reason than a taken name is a write conflict, which a retry resolves.
+    if failure.status == 409:
+        return Obstacle(Reason.STARTING, f"{could_not} yet: {words}. It is tried again")
+    if "failed calling webhook" in failure.message:
+        remedy = "See the webhook's pods and its failurePolicy; it is tried again"
+        text = f"{could_not}: an admission webhook does not answer: {words}. {remedy}"
+        return Obstacle(Reason.WEBHOOK_FAILED, text)
+    code = f" (HTTP {failure.status})" if failure.status else ""
+    text = f"{could_not}: the API server does not answer, or not now: {words}{code}"
+    return Obstacle(Reason.API_UNAVAILABLE, f"{text}. It is tried again")
+
+
+def _find_resource_fields(failure: ApplyFailure, run: str) -> tuple[str, str]:
+    """Return the fields that set the resources of the refused pod, and the limits of these resources."""
+    # Compare with names computed from the run's name: a node of a run called "x-evaluate" must not match.
+    if failure.name.startswith(names.preparation_pod_name(run, 0).removesuffix("0")):
+        field = "spec.preparation.resources"
+    elif failure.name.startswith(names.evaluation_pod_name(run, 0, 0).removesuffix("0-0")):
+        field = "spec.evaluation.resources"
+    else:
+        field = "spec.resources"
+    if failure.name.startswith(names.coordinator_pod_name(run, 0).removesuffix("0")):
+        # The installation sets the coordinator's resources; no field of the run changes them.
+        return field, "the chart's values runs.coordinator"
+    return field, f"{field}.limits"
 
 
 def _is_passing(failure: ApplyFailure) -> bool:
