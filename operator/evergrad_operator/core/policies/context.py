@@ -24,6 +24,33 @@ started."""
 
 
 @dataclass(frozen=True)
+class RunPhase:
+    """The phase of a run that wants to train, with its reason and message.
+
+    ``person_at``: time from which a person has to act, in seconds since 1970; None if no person is needed.
+    """
+
+    phase: Phase
+    reason: str
+    message: str
+    person_at: float | None = None
+
+    def is_blocked(self, now: float) -> bool:
+        """Return whether a person has to act now."""
+        return self.person_at is not None and self.person_at <= now
+
+    def seconds_to_person(self, now: float) -> float | None:
+        """Return the seconds until a person has to act; None if no person is needed or one is needed now.
+
+        The condition Stalled becomes true at that time. A pass has to be scheduled, because there may be no
+        other event until then.
+        """
+        if self.person_at is None or self.is_blocked(now):
+            return None
+        return self.person_at - now
+
+
+@dataclass(frozen=True)
 class ReconcileContext:
     """One run at one point in time. ``now``: seconds since 1970."""
 

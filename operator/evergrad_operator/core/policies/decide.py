@@ -1,6 +1,6 @@
 """Runs the policies in order. The first policy that returns a decision decides."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from evergrad_common.contract import SOME_FINISHED
 from evergrad_operator.core.decision import Action, Decision
@@ -10,7 +10,11 @@ from evergrad_operator.core.objects.names import Phase, Reason
 from evergrad_operator.core.objects.problems import list_problems
 from evergrad_operator.core.objects.times import format_time, parse_time
 from evergrad_operator.core.observe.evaluation import EvaluationProgress
-from evergrad_operator.core.observe.observe import Observation, PreviousStatus
+from evergrad_operator.core.observe.observe import (
+    Observation,
+    PreviousStatus,
+    VolumeRecord,
+)
 from evergrad_operator.core.observe.pods import PodState
 from evergrad_operator.core.observe.preparation import DataPreparation
 from evergrad_operator.core.policies.completion import (
@@ -18,7 +22,7 @@ from evergrad_operator.core.policies.completion import (
     complete_if_recorded,
 )
 from evergrad_operator.core.policies.conflict import refuse_if_taken
-from evergrad_operator.core.policies.context import ReconcileContext
+from evergrad_operator.core.policies.context import ReconcileContext, RunPhase
 from evergrad_operator.core.policies.evaluation import evaluate_beside
 from evergrad_operator.core.policies.failure import (
     describe_failure,
@@ -279,11 +283,7 @@ def _run(context: ReconcileContext) -> Decision:
         or find_group_obstacle(context)
     )
     if obstacle is not None:
-        held = context.hold(Phase.WAITING, obstacle.reason, obstacle.message)
-        person_at = obstacle.needs_person_at
-        is_blocked = person_at is not None and context.now >= person_at
-        return replace(held, is_blocked=is_blocked, requeue_after=_CLAIM_RETRY_SECONDS)
-
+        return _hold_for(context, obstacle)
     preparing = prepare_first(context)
     if preparing is not None:
         return preparing
@@ -295,27 +295,10 @@ def _run(context: ReconcileContext) -> Decision:
         recorded=context.memory.recorded | scale.withdrawn,
         gang=find_newest_gang(context),
     )
-    record = plan_record(context, scale.epoch)
-    has_record = is_recorded(context, record)
-
-    # A refusal is an obstacle only if it concerns an object that is wanted now.
-    wanted = [
-        names.node_pod_name(context.run.name, *node) for node in scale.nodes_to_create
-    ]
-    if scale.coordinator_attempt is not None:
-        wanted.append(
-            names.coordinator_pod_name(context.run.name, scale.coordinator_attempt)
-        )
-    if not has_record:
-        wanted.append(context.run.claim_name)
-    obstacle = find_obstacle(context, wanted)
+    planned = plan_record(context, scale.epoch)
+    record = None if is_recorded(context, planned) else planned
+    obstacle = find_obstacle(context, _list_wanted(context, scale, record))
     described = _describe(context, scale, obstacle)
-
-    # Schedule a pass for the time at which the condition Stalled becomes true, because there may be no other
-    # event until then.
-    person_at = described.person_at
-    seconds_to_person = None if person_at is None else person_at - context.now
-    is_blocked = seconds_to_person is not None and seconds_to_person <= 0
     return Decision(
         Action.RUN,
         described.phase,
@@ -328,32 +311,40 @@ def _run(context: ReconcileContext) -> Decision:
         pods_to_delete=scale.pods_to_delete + remove(context.preparing),
         coordinator_attempt=scale.coordinator_attempt,
         bounds=scale.bounds,
-        record=None if has_record else record,
-        is_blocked=is_blocked,
+        record=record,
+        is_blocked=described.is_blocked(context.now),
         requeue_after=earliest(
             scale.requeue_after,
             seconds_to_pause,
-            None if is_blocked else seconds_to_person,
+            described.seconds_to_person(context.now),
         ),
     )
 
 
-@dataclass(frozen=True)
-class _RunPhase:
-    """The phase of a run that wants to train, with its reason and message.
+def _hold_for(context: ReconcileContext, obstacle: Obstacle) -> Decision:
+    """Hold the run until the obstacle before its first pod is gone."""
+    held = context.hold(Phase.WAITING, obstacle.reason, obstacle.message)
+    person_at = obstacle.needs_person_at
+    is_blocked = person_at is not None and context.now >= person_at
+    return replace(held, is_blocked=is_blocked, requeue_after=_CLAIM_RETRY_SECONDS)
 
-    ``person_at``: time from which a person has to act, in seconds since 1970; None if no person is needed.
-    """
 
-    phase: Phase
-    reason: str
-    message: str
-    person_at: float | None = None
+def _list_wanted(
+    context: ReconcileContext, scale: Scale, record: VolumeRecord | None
+) -> list[str]:
+    """Return the names of the objects that are wanted now. A refusal of any other object is no obstacle."""
+    run = context.run
+    wanted = [names.node_pod_name(run.name, *node) for node in scale.nodes_to_create]
+    if scale.coordinator_attempt is not None:
+        wanted.append(names.coordinator_pod_name(run.name, scale.coordinator_attempt))
+    if record is not None:
+        wanted.append(run.claim_name)
+    return wanted
 
 
 def _describe(
     context: ReconcileContext, scale: Scale, obstacle: Obstacle | None
-) -> _RunPhase:
+) -> RunPhase:
     phase = _find_phase(context, scale, obstacle)
     if phase == Phase.RUNNING:
         return _describe_training(context, scale, obstacle)
@@ -362,25 +353,25 @@ def _describe(
     # cluster can resolve, host faults, a pause, and last the coordinator's reason to wait.
     memory, progress = context.memory, context.progress
     if context.now < memory.come_again_at:
-        return _RunPhase(Phase.WAITING, Reason.GIVEN_BACK, describe_give_back(context))
+        return RunPhase(Phase.WAITING, Reason.GIVEN_BACK, describe_give_back(context))
     if obstacle is not None:
         is_starting = obstacle.reason == Reason.STARTING
         found = Phase.STARTING if is_starting else Phase.WAITING
-        return _RunPhase(found, obstacle.reason, obstacle.message, obstacle.needs_person_at)
+        return RunPhase(found, obstacle.reason, obstacle.message, obstacle.needs_person_at)
     has_many_faults = memory.faults.in_a_row >= MANY_FAULTS
     if scale.faulty or has_many_faults:
         text = describe_host_faults(context)
         person_at = 0.0 if has_many_faults else None
-        return _RunPhase(Phase.WAITING, Reason.HOST_FAULTS, text, person_at)
+        return RunPhase(Phase.WAITING, Reason.HOST_FAULTS, text, person_at)
     if is_backing_off(context):
         text = f"the next pods come at {format_time(memory.budget.retry_at)}"
         if memory.last_failure:
             text += f". Last: {describe_failure(memory.last_failure)}"
-        return _RunPhase(Phase.WAITING, Reason.BACKING_OFF, text)
+        return RunPhase(Phase.WAITING, Reason.BACKING_OFF, text)
     if progress is not None and phase == Phase.WAITING:
-        return _RunPhase(phase, Reason.WAITING_FOR_NODES, progress.message)
+        return RunPhase(phase, Reason.WAITING_FOR_NODES, progress.message)
     text = "pods are on their way, or the group is forming"
-    return _RunPhase(phase, Reason.STARTING, text)
+    return RunPhase(phase, Reason.STARTING, text)
 
 
 def _find_phase(
@@ -409,7 +400,7 @@ def _find_phase(
 
 def _describe_training(
     context: ReconcileContext, scale: Scale, obstacle: Obstacle | None
-) -> _RunPhase:
+) -> RunPhase:
     # A run that trains needs no person, so only add the obstacle to its message.
     progress, memory = context.progress, context.memory
     behind = obstacle.message if obstacle else ""
@@ -428,4 +419,4 @@ def _describe_training(
         times = "the last save" if failed == 1 else f"the last {failed} saves"
         behind = f"{times} failed (CheckpointHealthy)"
     message = f"{text}; {behind}" if behind else text
-    return _RunPhase(Phase.RUNNING, reason, message)
+    return RunPhase(Phase.RUNNING, reason, message)

@@ -24,7 +24,7 @@ from evergrad_operator.core.observe.pod_messages import (
     stop,
 )
 from evergrad_operator.core.observe.pods import PodState
-from evergrad_operator.core.policies.context import ReconcileContext
+from evergrad_operator.core.policies.context import ReconcileContext, RunPhase
 from evergrad_operator.core.policies.gang import is_stranded
 from evergrad_operator.core.policies.host_faults import MANY_FAULTS
 from evergrad_operator.core.policies.lifecycle import earliest, remove
@@ -109,51 +109,45 @@ def prepare_first(context: ReconcileContext) -> Decision | None:
         wanted.append(names.preparation_pod_name(context.run.name, attempt))
     obstacle = find_obstacle(context, wanted)
 
-    phase, reason, message, person_at = _describe(context, live, obstacle)
-    seconds_to_person = None if person_at is None else person_at - now
-    is_blocked = seconds_to_person is not None and seconds_to_person <= 0
+    described = _describe(context, live, obstacle)
     return Decision(
         Action.RUN,
-        phase,
-        reason,
-        message,
+        described.phase,
+        described.reason,
+        described.message,
         memory,
         pods_to_delete=remove(surplus),
         preparation_attempt=attempt,
         record=None if has_record else record,
-        is_blocked=is_blocked,
+        is_blocked=described.is_blocked(now),
         requeue_after=earliest(
             retry_at - now if now < retry_at else None,
             context.seconds_to_unreachable,
-            None if is_blocked else seconds_to_person,
+            described.seconds_to_person(now),
         ),
     )
 
 
 def _describe(
     context: ReconcileContext, live: Sequence[PodState], obstacle: Obstacle | None
-) -> tuple[Phase, str, str, float | None]:
-    """Return the phase, the reason, the message, and the time from which a person has to act.
-
-    The time is in seconds since 1970; None if no person is needed.
-    """
+) -> RunPhase:
     # Report obstacles first, then pauses.
     if obstacle is not None:
         is_starting = obstacle.reason == Reason.STARTING
         phase = Phase.PREPARING if is_starting else Phase.WAITING
-        return phase, obstacle.reason, obstacle.message, obstacle.needs_person_at
+        return RunPhase(phase, obstacle.reason, obstacle.message, obstacle.needs_person_at)
     if live and live[-1].is_running:
         text = (
             f"pod {live[-1].name} prepares the data; nodes are asked for once that is done"
         )
-        return Phase.PREPARING, Reason.PREPARING, text, None
+        return RunPhase(Phase.PREPARING, Reason.PREPARING, text)
     memory = context.memory
     budget, faults, last = memory.budget, memory.faults, memory.last_failure
     retry_at = max(budget.retry_at, faults.retry_at)
     has_many_faults = faults.in_a_row >= MANY_FAULTS
     if context.now >= retry_at and not has_many_faults:
         text = "a pod that prepares the data is on its way"
-        return Phase.PREPARING, Reason.PREPARING, text, None
+        return RunPhase(Phase.PREPARING, Reason.PREPARING, text)
 
     text = "another pod that prepares the data is on its way"
     if context.now < retry_at:
@@ -162,7 +156,8 @@ def _describe(
         text += f". Last: {describe_end(last)}"
     is_of_host = faults.retry_at >= budget.retry_at
     reason = Reason.HOST_FAULTS if is_of_host else Reason.BACKING_OFF
-    return Phase.WAITING, reason, text, 0.0 if has_many_faults else None
+    person_at = 0.0 if has_many_faults else None
+    return RunPhase(Phase.WAITING, reason, text, person_at)
 
 
 def _is_due(context: ReconcileContext) -> bool:
