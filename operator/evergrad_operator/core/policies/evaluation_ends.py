@@ -35,6 +35,7 @@ from evergrad_operator.core.observe.pod_messages import (
 from evergrad_operator.core.observe.pods import PodState, describe_cause
 from evergrad_operator.core.policies.budget import count_failures
 from evergrad_operator.core.policies.host_faults import forget_hosts, note_host_faults
+from evergrad_operator.core.policies.pod_ends import find_new_ends
 
 NONE_AFTER: Final = (Reason.DEADLINE_EXCEEDED, Reason.OUTPUT_CONFLICT)
 """Ends of a run after which no pod of the run may continue."""
@@ -53,54 +54,60 @@ def note_evaluation(
     memory: Memory, observation: Observation, config: Config, now: float
 ) -> Memory:
     """Return the memory with every end of an evaluation pod that was not counted before."""
-    known, pods = memory.evaluation, observation.evaluations
-    # Older releases stored no times for hosts. Use the time of the last fault, or the current time.
-    tries, times = known.tries, dict(known.tries.seen)
-    timed = ((host, times.get(host, tries.at or now)) for host, _ in tries.hosts)
-    faults = forget_hosts(_read_faults(replace(tries, seen=tuple(timed))), now)
-    tries = replace(tries, hosts=faults.hosts, seen=faults.seen)
-    known = replace(known, tries=tries)
-    attempt, is_counted = known.attempt, known.is_recorded
+    known, run = _forget_hosts(memory.evaluation, now), observation.run
     # A recorded pod that no longer exists has ended unobserved. Its results are on the volume.
-    if attempt >= 0 and all(pod.attempt != attempt for pod in pods):
-        is_counted = True
-    ended: list[PodState] = []
-    for pod in pods:
-        if pod.attempt < attempt or (pod.attempt == attempt and is_counted):
-            continue
-        attempt, is_counted = pod.attempt, pod.is_over
-        if pod.is_over and pod.restart == memory.restart:
-            ended.append(pod)
-    known = replace(known, attempt=attempt, is_recorded=is_counted)
+    pods = observation.evaluations
+    is_gone = known.attempt >= 0 and all(pod.attempt != known.attempt for pod in pods)
+    ends = find_new_ends(pods, known.attempt, is_counted=known.is_recorded or is_gone)
+    known = replace(known, attempt=ends.attempt, is_recorded=ends.is_counted)
 
     # An edit of the run makes a failed evaluation start again.
-    run = observation.run
     if known.failed and known.failed != run.generation:
         known = replace(known, failed=0, failure="", tries=known.tries.begin_anew())
+    ended = [pod for pod in ends.ended if pod.restart == memory.restart]
     for pod in ended:
-        cause, message = describe_cause(pod), pod.end.message if pod.end else ""
-        report = decode_evaluated(message) if cause == PodCause.DONE else None
-        failure = ""
-        if report is not None:
-            known = take_report(known, report)
-        elif cause == PodCause.DONE:
-            failure = (
-                f"pod {pod.name} ended with exit code 0 and left no results. Does its image have this "
-                "version of Evergrad? Correct spec.image or edit spec.evaluation"
-            )
-        elif cause == PodCause.USER_ERROR:
-            said = stop(quote(message) or "it left no message")
-            failure = (
-                f"pod {pod.name} ended with exit code 64: {said} "
-                "Correct it, then edit spec.evaluation"
-            )
-        # Give up until an edit: a retry or the next checkpoint would end in the same way.
-        if failure:
-            known = replace(known, failed=run.generation, failure=failure)
+        known = _take_result(known, pod, run.generation)
     is_sent_away = run.spec.suspend or memory.is_stopped or run.spec.evaluation is None
     if ended and not is_sent_away:
         known = _count(memory, known, ended, observation, config, now)
     return replace(memory, evaluation=known)
+
+
+def _forget_hosts(known: EvaluationProgress, now: float) -> EvaluationProgress:
+    """Forget hosts whose last fault is old enough."""
+    # Older releases stored no times for hosts. Use the time of the last fault, or the current time.
+    tries, times = known.tries, dict(known.tries.seen)
+    timed = ((host, times.get(host, tries.at or now)) for host, _ in tries.hosts)
+    faults = forget_hosts(_read_faults(replace(tries, seen=tuple(timed))), now)
+    return replace(known, tries=replace(tries, hosts=faults.hosts, seen=faults.seen))
+
+
+def _take_result(
+    known: EvaluationProgress, pod: PodState, generation: int
+) -> EvaluationProgress:
+    """Add the results of an ended pod, or the failure for which no retry helps.
+
+    ``generation``: the run's generation. After such a failure, no checkpoint is evaluated until an edit.
+    """
+    cause, message = describe_cause(pod), pod.end.message if pod.end else ""
+    report = decode_evaluated(message) if cause == PodCause.DONE else None
+    if report is not None:
+        return take_report(known, report)
+    if cause == PodCause.DONE:
+        failure = (
+            f"pod {pod.name} ended with exit code 0 and left no results. Does its image have this "
+            "version of Evergrad? Correct spec.image or edit spec.evaluation"
+        )
+    elif cause == PodCause.USER_ERROR:
+        said = stop(quote(message) or "it left no message")
+        failure = (
+            f"pod {pod.name} ended with exit code 64: {said} "
+            "Correct it, then edit spec.evaluation"
+        )
+    else:
+        return known
+    # A retry or the next checkpoint would end in the same way.
+    return replace(known, failed=generation, failure=failure)
 
 
 def _read_faults(tries: Tries) -> HostFaults:

@@ -5,7 +5,7 @@ end is counted.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from evergrad_common.causes import PodCause
 from evergrad_operator.core.objects import names
@@ -18,49 +18,63 @@ from evergrad_operator.core.policies.host_faults import forgive_hosts, note_host
 from evergrad_operator.core.policies.root_cause import note_pods
 
 
+@dataclass(frozen=True)
+class NewEnds:
+    """The ends that are not counted yet, of pods of which one runs at a time.
+
+    ``attempt``: the newest attempt. ``is_counted``: whether its end is counted, now or before.
+    """
+
+    attempt: int
+    is_counted: bool
+    ended: list[PodState]
+
+
+def find_new_ends(pods: Iterable[PodState], attempt: int, *, is_counted: bool) -> NewEnds:
+    """Return the ends that are not counted yet.
+
+    ``attempt``: the newest attempt in the memory. ``is_counted``: whether its end is counted.
+    """
+    ended: list[PodState] = []
+    for pod in pods:
+        if pod.attempt < attempt or (pod.attempt == attempt and is_counted):
+            continue
+        attempt, is_counted = pod.attempt, pod.is_over
+        if pod.is_over:
+            ended.append(pod)
+    return NewEnds(attempt, is_counted, ended)
+
+
+@dataclass(frozen=True)
+class _NodeEnds:
+    """The ends of nodes' pods that are not counted yet, and the newest attempts with which they are counted.
+
+    ``vanished``: index and attempt of pods that were recorded and no longer exist.
+    """
+
+    attempts: tuple[int, ...]
+    recorded: frozenset[int]
+    ended: list[PodState]
+    vanished: list[tuple[int, int]]
+
+
 def note_nodes(
     memory: Memory, observation: Observation, config: Config, now: float
 ) -> Memory:
     """Return the memory with every end of a node's pod that was not counted before."""
-    pods: dict[int, list[PodState]] = {}
-    for pod in observation.nodes:
-        pods.setdefault(pod.index, []).append(pod)
-
-    # Count an end only if the memory has not recorded it for the pod's attempt. A later pass or another
-    # operator that observes the same pod does not count it again.
-    attempts, recorded = list(memory.attempts), set(memory.recorded)
-    ended: list[PodState] = []
-    vanished = []
-    attempts += [-1] * (1 + max(pods, default=-1) - len(attempts))
-    for index in range(len(attempts)):
-        # A recorded pod that no longer exists has ended unobserved.
-        mine = pods.get(index, [])
-        is_gone = all(pod.attempt != attempts[index] for pod in mine)
-        if is_gone and attempts[index] >= 0 and index not in recorded:
-            vanished.append((index, attempts[index]))
-            recorded.add(index)
-        # Skip pods of attempts that were counted before. They may stay a long time for their logs.
-        for pod in mine:
-            is_counted = pod.attempt == attempts[index] and index in recorded
-            if is_counted or pod.attempt < attempts[index]:
-                continue
-            attempts[index] = pod.attempt
-            recorded.discard(index)
-            if pod.is_over:
-                ended.append(pod)
-                recorded.add(index)
+    ends = _find_node_ends(memory, observation)
 
     # Ends of pods that the operator itself deletes are neither failures nor restarts.
     is_sent_away = is_letting_go(observation, memory)
     first_released = 0 if is_sent_away else observation.run.spec.nodes.largest
-    released = frozenset(range(first_released, len(attempts)))
+    released = frozenset(range(first_released, len(ends.attempts)))
     counted = [
-        pod for pod in ended if pod.index not in released and pod.restart == memory.restart
+        pod
+        for pod in ends.ended
+        if pod.index not in released and pod.restart == memory.restart
     ]
-    lost = [(index, attempt) for index, attempt in vanished if index not in released]
-    memory = replace(
-        memory, attempts=tuple(attempts), recorded=frozenset(recorded | released)
-    )
+    lost = [(index, attempt) for index, attempt in ends.vanished if index not in released]
+    memory = replace(memory, attempts=ends.attempts, recorded=ends.recorded | released)
 
     # Update causes and counters before the budget and the hosts, which read them.
     memory = _add_ends(memory, observation, counted, lost, now)
@@ -78,6 +92,36 @@ def note_nodes(
     memory = count_failures(memory, counted, newest=newest, config=config, now=now)
     memory = note_host_faults(memory, counted, newest=newest, config=config, now=now)
     return forgive_hosts(memory, observation, now)
+
+
+def _find_node_ends(memory: Memory, observation: Observation) -> _NodeEnds:
+    """Return the ends that the memory has not recorded for the pod's attempt.
+
+    A later pass or another operator that observes the same pod does not count its end again.
+    """
+    pods: dict[int, list[PodState]] = {}
+    for pod in observation.nodes:
+        pods.setdefault(pod.index, []).append(pod)
+
+    attempts, recorded = list(memory.attempts), set(memory.recorded)
+    ended: list[PodState] = []
+    vanished = []
+    attempts += [-1] * (1 + max(pods, default=-1) - len(attempts))
+    for index in range(len(attempts)):
+        # A recorded pod that no longer exists has ended unobserved.
+        mine = pods.get(index, [])
+        is_gone = all(pod.attempt != attempts[index] for pod in mine)
+        if is_gone and attempts[index] >= 0 and index not in recorded:
+            vanished.append((index, attempts[index]))
+            recorded.add(index)
+        # Skip pods of attempts that were counted before. They may stay a long time for their logs.
+        ends = find_new_ends(mine, attempts[index], is_counted=index in recorded)
+        ended += ends.ended
+        attempts[index] = ends.attempt
+        recorded.discard(index)
+        if ends.is_counted:
+            recorded.add(index)
+    return _NodeEnds(tuple(attempts), frozenset(recorded), ended, vanished)
 
 
 def is_letting_go(observation: Observation, memory: Memory) -> bool:

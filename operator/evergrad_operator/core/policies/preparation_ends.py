@@ -22,7 +22,7 @@ from evergrad_operator.core.observe.pods import PodState, describe_cause
 from evergrad_operator.core.observe.preparation import DONE, take_report
 from evergrad_operator.core.policies.budget import count_failures
 from evergrad_operator.core.policies.host_faults import WELL_SECONDS, note_host_faults
-from evergrad_operator.core.policies.pod_ends import is_letting_go
+from evergrad_operator.core.policies.pod_ends import find_new_ends, is_letting_go
 
 _OF_HOST: Final = (PodCause.HOST_FAULT, PodCause.REFUSED_BY_NODE)
 _NO_RESTART: Final = (PodCause.DONE, PodCause.USER_ERROR)
@@ -41,14 +41,8 @@ def note_preparation(
     vanished = (
         names.preparation_pod_name(observation.run.name, attempt) if has_vanished else ""
     )
-    is_counted = is_counted or has_vanished
-    ended: list[PodState] = []
-    for pod in pods:
-        if pod.attempt < attempt or (pod.attempt == attempt and is_counted):
-            continue
-        attempt, is_counted = pod.attempt, pod.is_over
-        if pod.is_over:
-            ended.append(pod)
+    ends = find_new_ends(pods, attempt, is_counted=is_counted or has_vanished)
+    attempt, is_counted = ends.attempt, ends.is_counted
 
     # Use a report only if its pod is the newest. Finished documents count as progress.
     report = observation.report
@@ -59,7 +53,7 @@ def note_preparation(
     memory = replace(
         memory, preparation=replace(known, attempt=attempt, is_recorded=is_counted)
     )
-    ended = [pod for pod in ended if pod.restart == memory.restart]
+    ended = [pod for pod in ends.ended if pod.restart == memory.restart]
     if any(describe_cause(pod) == PodCause.DONE for pod in ended):
         memory = _note_done(memory, observation)
 
@@ -67,6 +61,18 @@ def note_preparation(
     if is_letting_go(observation, memory) or observation.run.spec.preparation is None:
         return memory
     memory = _add_ends(memory, ended, vanished, now)
+    return _count(memory, observation, ended, config, now)
+
+
+def _count(
+    memory: Memory,
+    observation: Observation,
+    ended: Sequence[PodState],
+    config: Config,
+    now: float,
+) -> Memory:
+    """Count failures and host faults by the rules for nodes."""
+    pods = observation.preparations
     newest = max((pod.created_at for pod in pods), default=0.0)
     # A long life does not count as progress, because each pod might fail at the same chunk forever.
     by_progress = replace(config, undisturbed_seconds=math.inf)
