@@ -155,21 +155,7 @@ def _find_coordinators(
     The attempt is None if there is a live coordinator. Epochs never decrease, even if the status is lost.
     """
     live = context.observation.live_coordinator
-    attempt: int | None = None
-    if live is not None:
-        epoch = live.attempt
-    else:
-        own, memory = find_own_record(context), context.memory
-        # The next epoch is above all epochs in pods, the status and the record on the volume.
-        known = max((pod.attempt for pod in context.observation.coordinators), default=-1)
-        epoch = 1 + max(known, memory.coordinator.attempt)
-        # The epoch is written to the PVC before the pod is created. If the operator stops in between, the PVC
-        # has an epoch without a pod. Use that epoch if the status is known, or if there are no nodes.
-        if own is not None:
-            is_ours = own.uid == context.run.uid
-            is_still_to_be_made = is_ours and (memory.is_known or not context.nodes)
-            epoch = max(epoch, own.epoch if is_still_to_be_made else own.epoch + 1)
-        attempt = epoch
+    epoch = _find_next_epoch(context) if live is None else live.attempt
 
     # Delete coordinators of earlier epochs. Nodes accept only the newest coordinator in any case.
     older = [
@@ -177,28 +163,46 @@ def _find_coordinators(
         for pod in context.observation.coordinators
         if not pod.is_deleting and pod.attempt < epoch
     ]
+    if live is not None and _is_replaced(context, live):
+        older.append(live)
+    return epoch if live is None else None, epoch, older
+
+
+def _find_next_epoch(context: ReconcileContext) -> int:
+    """Return the epoch of the coordinator to create."""
+    # The next epoch is above all epochs in pods, the status and the record on the volume.
+    own, memory = find_own_record(context), context.memory
+    known = max((pod.attempt for pod in context.observation.coordinators), default=-1)
+    epoch = 1 + max(known, memory.coordinator.attempt)
+    if own is None:
+        return epoch
+    # The epoch is written to the PVC before the pod is created. If the operator stops in between, the PVC
+    # has an epoch without a pod. Use that epoch if the status is known, or if there are no nodes.
+    is_ours = own.uid == context.run.uid
+    is_still_to_be_made = is_ours and (memory.is_known or not context.nodes)
+    return max(epoch, own.epoch if is_still_to_be_made else own.epoch + 1)
+
+
+def _is_replaced(context: ReconcileContext, live: PodState) -> bool:
+    """Return whether the live coordinator is deleted, so that another one is created."""
     # Recreate a coordinator that Kueue holds in no queue or in a queue that the run no longer names. As with
     # nodes, first record in the status that its end is not counted.
     noted = context.observation.status.coordinator
-    is_noted = noted.is_queued and noted.is_recorded and noted.attempt == epoch
-    if live is not None and context.observation.is_coordinator_stranded and is_noted:
-        older.append(live)
-        return attempt, epoch, older
+    is_noted = noted.is_queued and noted.is_recorded and noted.attempt == live.attempt
+    if context.observation.is_coordinator_stranded and is_noted:
+        return True
 
-    # Replace the live coordinator if it has answered before and its host has been silent for longer than its
+    # Replace the coordinator if it has answered before and its host has been silent for longer than its
     # nodes wait. Kubernetes itself gives up a pod on a dead host only after 45 s or more. The new
     # coordinator, which takes over the group, is created only after the deletion has started: the API server
     # keeps the deletion even if this operator stops. Keep a coordinator that has never answered, or if most
     # other coordinators are silent too, because the operator's network may be the cause.
     silence = context.observation.silence
-    if (
-        live is not None
-        and silence is not None
+    return (
+        silence is not None
         and silence.attempt == live.attempt
         and silence.seconds >= COORDINATOR_SILENCE_SECONDS
         and silence.has_answered
         and silence.has_timed_out
         and silence.is_alone
-    ):
-        older.append(live)
-    return attempt, epoch, older
+    )
