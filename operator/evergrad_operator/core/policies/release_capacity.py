@@ -25,39 +25,11 @@ def give_back_if_short(context: ReconcileContext) -> tuple[ReconcileContext, flo
 
     If the run has been below its minimum for too long, a pause has begun in the returned context.
     """
-    memory, least, seen = context.memory, context.run.spec.nodes.min, context.observation
+    memory = context.memory
     if context.now < memory.come_again_at:
         return context, memory.come_again_at - context.now
-    if context.progress is not None and context.progress.phase in _AT_WORK:
-        return context, None
-    # A group may be training although the coordinator was not polled yet, for example after the operator
-    # started.
-    coordinator = seen.live_coordinator
-    is_served = coordinator is not None and coordinator.is_running
-    if context.progress is None and is_served and seen.unreachable is None:
-        return context, None
-    hosted = sum(bool(pod.node_name) for pod in context.live)
-    waiting = [pod for pod in context.live if pod.waiting_reason == "Unschedulable"]
-    # If a quota is used up, the missing pods were never created.
-    is_refused = any(
-        (failure.verb, failure.kind) == ("create", "Pod")
-        and explain_refusal(failure, context.run.name).reason == Reason.QUOTA_EXCEEDED
-        for failure in seen.failures
-    )
-    is_short = 0 < hosted < least
-    if not is_short or not (waiting or is_refused):
-        return context, None
-    # Count the time from the last change of the condition Ready: pods above the minimum may have waited for
-    # hours while the group trained. If no coordinator can be created, the run is not training.
-    ready = next(
-        (one for one in memory.conditions if one.get("type") == Condition.READY), {}
-    )
-    is_ready = memory.phase == Phase.RUNNING and not (coordinator is None and is_refused)
-    changed_at = context.now if is_ready else parse_time(ready.get("lastTransitionTime"))
-    since = max(pod.created_at for pod in waiting or context.live)
-    since = max(since, changed_at or 0.0)
-    left = since + context.config.give_back_seconds - context.now
-    if left > 0:
+    left = _find_seconds_to_pause(context)
+    if left is None or left > 0:
         return context, left
 
     # Two runs that waited for each other must not return at the same time. Multiply the pause by a factor
@@ -70,6 +42,43 @@ def give_back_if_short(context: ReconcileContext) -> tuple[ReconcileContext, flo
     pause = float(int(context.now + pause)) - context.now
     memory = replace(memory, given_back=count, come_again_at=context.now + pause)
     return replace(context, memory=memory), pause
+
+
+def _find_seconds_to_pause(context: ReconcileContext) -> float | None:
+    """Return the seconds after which a run below its minimum pauses, 0 or less if they are over.
+
+    None if the run is not below its minimum, or if no resources are missing.
+    """
+    memory, least, seen = context.memory, context.run.spec.nodes.min, context.observation
+    if context.progress is not None and context.progress.phase in _AT_WORK:
+        return None
+    # A group may be training although the coordinator was not polled yet, for example after the operator
+    # started.
+    coordinator = seen.live_coordinator
+    is_served = coordinator is not None and coordinator.is_running
+    if context.progress is None and is_served and seen.unreachable is None:
+        return None
+    hosted = sum(bool(pod.node_name) for pod in context.live)
+    waiting = [pod for pod in context.live if pod.waiting_reason == "Unschedulable"]
+    # If a quota is used up, the missing pods were never created.
+    is_refused = any(
+        (failure.verb, failure.kind) == ("create", "Pod")
+        and explain_refusal(failure, context.run.name).reason == Reason.QUOTA_EXCEEDED
+        for failure in seen.failures
+    )
+    is_short = 0 < hosted < least
+    if not is_short or not (waiting or is_refused):
+        return None
+    # Count the time from the last change of the condition Ready: pods above the minimum may have waited for
+    # hours while the group trained. If no coordinator can be created, the run is not training.
+    ready = next(
+        (one for one in memory.conditions if one.get("type") == Condition.READY), {}
+    )
+    is_ready = memory.phase == Phase.RUNNING and not (coordinator is None and is_refused)
+    changed_at = context.now if is_ready else parse_time(ready.get("lastTransitionTime"))
+    since = max(pod.created_at for pod in waiting or context.live)
+    since = max(since, changed_at or 0.0)
+    return since + context.config.give_back_seconds - context.now
 
 
 def describe_give_back(context: ReconcileContext) -> str:
