@@ -35,20 +35,10 @@ def evaluate_beside(context: ReconcileContext, decision: Decision) -> Decision:
     live = [pod for pod in pods if pod.is_live]
     if run.is_deleting or decision.action == Action.CLEAN:
         return decision
-    memory = decision.memory
     if run.spec.evaluation is None or not run.parsed.is_typed:
-        known = memory.evaluation
-        if known.state:
-            # Keep the results. Reset the state and the waiting checkpoints, because spec.evaluation was
-            # removed.
-            state, message = EvaluationState.UP_TO_DATE.value, _NO_SECTION
-            known = replace(known, pending=(), state=state, message=message)
-        return replace(
-            decision,
-            memory=replace(memory, evaluation=known),
-            pods_to_delete=decision.pods_to_delete + remove(live),
-        )
+        return _withdraw(decision, live)
 
+    memory = decision.memory
     known = take_up(memory.evaluation, memory.training.checkpoint_step)
     memory = replace(memory, evaluation=known)
     finish = memory.finish
@@ -89,6 +79,21 @@ def evaluate_beside(context: ReconcileContext, decision: Decision) -> Decision:
             known.tries.retry_at - now if may_make and now < known.tries.retry_at else None,
             context.seconds_to_unreachable,
         ),
+    )
+
+
+def _withdraw(decision: Decision, live: Sequence[PodState]) -> Decision:
+    """Return the decision for a run without ``spec.evaluation``, which may have been removed."""
+    memory = decision.memory
+    known = memory.evaluation
+    if known.state:
+        # Keep the results. Reset the state and the waiting checkpoints.
+        state, message = EvaluationState.UP_TO_DATE.value, _NO_SECTION
+        known = replace(known, pending=(), state=state, message=message)
+    return replace(
+        decision,
+        memory=replace(memory, evaluation=known),
+        pods_to_delete=decision.pods_to_delete + remove(live),
     )
 
 

@@ -253,23 +253,7 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
     beside = (*preparing, *context.evaluating)
     working = (*context.live, *context.leaving, *beside)
     live_coordinators = [pod for pod in coordinators if pod.is_live]
-    # The last node reports its save to the coordinator. Wait for the coordinator's next status, because it
-    # may not have been polled since that report. A new coordinator may not have been polled since its nodes
-    # joined.
-    is_young = memory.training.step is None and any(
-        context.now - pod.created_at < _FIRST_WORDS_SECONDS for pod in live_coordinators
-    )
-    # An operator that has just started has no status of the coordinator yet, so wait for one in a suspension.
-    # A stop on request needs no wait, because the coordinator's status has reported it.
-    is_unheard = is_young or (
-        context.run.spec.suspend
-        and context.progress is None
-        and context.observation.unreachable is None
-        and any(pod.is_running and pod.ip for pod in live_coordinators)
-    )
-    is_stale = is_unheard or (
-        context.progress is not None and context.progress.connected > 0
-    )
+    is_stale = _is_status_stale(context, live_coordinators)
     # Only the coordinator shows a stop on request, so delete no pod before the run's status contains the
     # stop.
     is_noted = context.run.spec.suspend or context.observation.status.is_stopped
@@ -308,6 +292,26 @@ def _drain(context: ReconcileContext, reason: Reason) -> Decision:
         # Only a person can decide whether the step or the recipe caused a loss that is not finite.
         is_blocked=reason == Reason.NON_FINITE,
     )
+
+
+def _is_status_stale(context: ReconcileContext, live_coordinators: list[PodState]) -> bool:
+    """Return whether the newest status of the coordinator may be older than the last save of its nodes.
+
+    The last node reports its save to the coordinator, which may not have been polled since that report.
+    """
+    # A new coordinator may not have been polled since its nodes joined.
+    is_young = context.memory.training.step is None and any(
+        context.now - pod.created_at < _FIRST_WORDS_SECONDS for pod in live_coordinators
+    )
+    # An operator that has just started has no status of the coordinator yet, so wait for one in a suspension.
+    # A stop on request needs no wait, because the coordinator's status has reported it.
+    is_unheard = is_young or (
+        context.run.spec.suspend
+        and context.progress is None
+        and context.observation.unreachable is None
+        and any(pod.is_running and pod.ip for pod in live_coordinators)
+    )
+    return is_unheard or (context.progress is not None and context.progress.connected > 0)
 
 
 def _describe_pause(context: ReconcileContext, reason: Reason) -> str:
