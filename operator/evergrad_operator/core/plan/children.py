@@ -102,19 +102,11 @@ def plan_children(
 
     ``token``: the run's token.
     """
-    run, live = observation.run, observation.claim
-    claim: JsonObject | None = None
+    run = observation.run
+    claim = _plan_claim(observation, decision, config)
     stale_records = NOTHING_STALE
-    # A run that waits or is being deleted does not change its PVC, with one exception: a waiting run gives up
-    # the ownership of a claim that has to stay. Otherwise a deletion of the run would delete the claim. The
-    # run can own the claim again later.
-    is_owned = is_deleted_with(run, live, observation.claim_users)
-    mark = live.annotations.get(names.ANNOTATION_DELETED_WITH) if live is not None else None
-    is_given_up = mark == run.uid and not is_owned and not run.is_deleting
-    if decision.action != Action.HOLD or is_given_up:
-        claim = build_claim(run, decision.record, config, live, is_owned=is_owned)
     if claim is not None:
-        stale_records = find_stale_records(run, live, observation.claim_users)
+        stale_records = find_stale_records(run, observation.claim, observation.claim_users)
 
     # Apply only objects whose hash has changed, because every apply is a write.
     is_running = decision.action == Action.RUN
@@ -152,6 +144,22 @@ def plan_children(
         ),
         create=create,
     )
+
+
+def _plan_claim(
+    observation: Observation, decision: Decision, config: Config
+) -> JsonObject | None:
+    """Return the claim to apply; None if it is up to date or does not change now."""
+    # A run that waits or is being deleted does not change its PVC, with one exception: a waiting run gives up
+    # the ownership of a claim that has to stay. Otherwise a deletion of the run would delete the claim. The
+    # run can own the claim again later.
+    run, live = observation.run, observation.claim
+    is_owned = is_deleted_with(run, live, observation.claim_users)
+    mark = live.annotations.get(names.ANNOTATION_DELETED_WITH) if live is not None else None
+    is_given_up = mark == run.uid and not is_owned and not run.is_deleting
+    if decision.action == Action.HOLD and not is_given_up:
+        return None
+    return build_claim(run, decision.record, config, live, is_owned=is_owned)
 
 
 def _plan_deletions(
@@ -257,28 +265,7 @@ def _build_pods(
 
     attempt = decision.coordinator_attempt
     if attempt is not None:
-        # The start of a queued run waits for nodes that are starting, but not for nodes above the minimum
-        # that the queue admits later. Those nodes join later, which costs steps only if workers restart for a
-        # join.
-        expect = run.spec.nodes.largest
-        is_queued = bool(run.queue)
-        coming = {
-            pod.index for pod in observation.nodes if pod.is_live and not pod.place.is_gated
-        }
-        coming |= {index for index, _ in decision.nodes_to_create}
-        # A new coordinator waits for the nodes that run now, because it takes over the existing group.
-        running = sum(pod.is_live and pod.is_running for pod in observation.nodes)
-        if running or (is_queued and coming and run.parsed.recovery == "in-process"):
-            expect = min(max(running or len(coming), run.spec.nodes.min), expect)
-        # A gated pod waits in a queue and has never run.
-        all_ended = all(
-            pod.end is not None or pod.place.is_gated for pod in observation.nodes
-        )
-        epoch = Epoch(
-            attempt,
-            expect,
-            nothing_runs=all_ended and attempt > 0,
-        )
+        epoch = _plan_epoch(observation, decision, attempt)
         yield build_coordinator_pod(
             run,
             memory,
@@ -302,6 +289,26 @@ def _build_pods(
             group_priority=_find_group_priority(observation),
         )
         yield build_node_pod(run, memory, config, node, token=token)
+
+
+def _plan_epoch(observation: Observation, decision: Decision, attempt: int) -> Epoch:
+    """Return what a new coordinator knows about the nodes: how many it waits for, and whether none runs."""
+    # The start of a queued run waits for nodes that are starting, but not for nodes above the minimum that
+    # the queue admits later. Those nodes join later, which costs steps only if workers restart for a join.
+    run = observation.run
+    expect = run.spec.nodes.largest
+    is_queued = bool(run.queue)
+    coming = {
+        pod.index for pod in observation.nodes if pod.is_live and not pod.place.is_gated
+    }
+    coming |= {index for index, _ in decision.nodes_to_create}
+    # A new coordinator waits for the nodes that run now, because it takes over the existing group.
+    running = sum(pod.is_live and pod.is_running for pod in observation.nodes)
+    if running or (is_queued and coming and run.parsed.recovery == "in-process"):
+        expect = min(max(running or len(coming), run.spec.nodes.min), expect)
+    # A gated pod waits in a queue and has never run.
+    all_ended = all(pod.end is not None or pod.place.is_gated for pod in observation.nodes)
+    return Epoch(attempt, expect, nothing_runs=all_ended and attempt > 0)
 
 
 def _find_group_priority(observation: Observation) -> str:
