@@ -152,20 +152,7 @@ class LeaseGate:
                 if raw is None:
                     await kube.create(self._build(None), is_fenced=False)
                 else:
-                    # The lease of another holder is stale if this process has observed no renewal for its
-                    # whole duration. The times in the lease are of another clock.
-                    spec = raw.get("spec") or {}
-                    version = str(raw["metadata"].get("resourceVersion", ""))
-                    if self._seen[0] != version:
-                        self._seen = version, asked
-                    duration = float(
-                        spec.get("leaseDurationSeconds") or self._settings.seconds
-                    )
-                    is_stale = asked - self._seen[1] > duration
-                    holder = spec.get("holderIdentity") or ""
-                    is_free = not holder or holder == self._settings.identity
-                    self.has_other_holder = not is_free
-                    if not is_free and not is_stale:
+                    if self._is_held_by_other(raw, asked):
                         self._held_until = float("-inf")
                         self._is_failing = False
                         return False
@@ -188,6 +175,21 @@ class LeaseGate:
         self.has_other_holder = False
         self._is_failing = False
         return True
+
+    def _is_held_by_other(self, raw: Raw, asked: float) -> bool:
+        """Return whether another process holds this lease, and renews it in time."""
+        # The lease of another holder is stale if this process has observed no renewal for its whole duration.
+        # The times in the lease are of another clock.
+        spec = raw.get("spec") or {}
+        version = str(raw["metadata"].get("resourceVersion", ""))
+        if self._seen[0] != version:
+            self._seen = version, asked
+        duration = float(spec.get("leaseDurationSeconds") or self._settings.seconds)
+        is_stale = asked - self._seen[1] > duration
+        holder = spec.get("holderIdentity") or ""
+        is_free = not holder or holder == self._settings.identity
+        self.has_other_holder = not is_free
+        return not is_free and not is_stale
 
     def _build(self, raw: Raw | None) -> Raw:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
