@@ -59,36 +59,8 @@ async def load_key(store: KeyStore, namespace: str, name: str) -> bytes:
         try:
             raw = await store.get(SECRET, namespace, name)
             if raw is not None:
-                try:
-                    text = (raw.get("data") or {}).get(_FIELD) or ""
-                    known = base64.b64decode(text, validate=True)
-                except (binascii.Error, TypeError, ValueError):
-                    known = b""
-                # Refuse a short key, because every token of the installation is derived from it.
-                if len(known) < KEY_BYTES:
-                    raise SettingsError(
-                        f"Secret {namespace}/{name}: it has no {_FIELD!r} of at least {KEY_BYTES} bytes, "
-                        "from which the tokens of runs are derived. Delete it, so that the operator makes "
-                        "one; runs at work then need a new spec.restartNonce."
-                    )
-                return known
-
-            # The Secret has no owner, so that it survives a reinstallation of the operator. The tokens of
-            # running runs are derived from it.
-            key = base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode()
-            body = {
-                "apiVersion": SECRET.version,
-                "kind": SECRET.kind,
-                "metadata": {
-                    "name": name,
-                    "namespace": namespace,
-                    "labels": {LABEL_MANAGED_BY: MANAGED_BY},
-                },
-                "type": "Opaque",
-                "immutable": True,
-                "data": {_FIELD: key},
-            }
-            await store.create(body, is_brief=True)
+                return _read_key(raw, namespace, name)
+            await store.create(_build_secret(namespace, name), is_brief=True)
             log.info("made the installation's key, Secret %s/%s", namespace, name)
         except ApiError as error:
             if error.status == 403:
@@ -103,3 +75,41 @@ async def load_key(store: KeyStore, namespace: str, name: str) -> bytes:
         f"Secret {namespace}/{name}: it can neither be read nor created; somebody deletes it "
         "again and again. Leave it alone."
     )
+
+
+def _read_key(raw: Raw, namespace: str, name: str) -> bytes:
+    """Return the key in the Secret. Raises SettingsError if it has no valid key."""
+    try:
+        text = (raw.get("data") or {}).get(_FIELD) or ""
+        known = base64.b64decode(text, validate=True)
+    except (binascii.Error, TypeError, ValueError):
+        known = b""
+    # Refuse a short key, because every token of the installation is derived from it.
+    if len(known) < KEY_BYTES:
+        raise SettingsError(
+            f"Secret {namespace}/{name}: it has no {_FIELD!r} of at least {KEY_BYTES} bytes, "
+            "from which the tokens of runs are derived. Delete it, so that the operator makes "
+            "one; runs at work then need a new spec.restartNonce."
+        )
+    return known
+
+
+def _build_secret(namespace: str, name: str) -> Raw:
+    """Build the Secret with a new key.
+
+    It has no owner, so that it survives a reinstallation of the operator. The tokens of running runs are
+    derived from it.
+    """
+    key = base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode()
+    return {
+        "apiVersion": SECRET.version,
+        "kind": SECRET.kind,
+        "metadata": {
+            "name": name,
+            "namespace": namespace,
+            "labels": {LABEL_MANAGED_BY: MANAGED_BY},
+        },
+        "type": "Opaque",
+        "immutable": True,
+        "data": {_FIELD: key},
+    }
