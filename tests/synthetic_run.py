@@ -155,7 +155,7 @@ class RunWriter:
         facts = {"checkpoint": f"step-{step}", "seconds": RESTORE_SECONDS}
         self._event(log, EventType.RESTORED, step, **facts)
 
-    def go_on(self, world: World) -> "RunWriter":
+    def change_world(self, world: World) -> "RunWriter":
         """Continue training from memory in another world, whose rank 0 may be another process."""
         self._generation += 1
         log = RunLog(self.directory)

@@ -471,7 +471,7 @@ class Run:
             (one for one in self.status().get("conditions", []) if one["type"] == kind), {}
         )
 
-    def is_so(self, kind: str) -> bool:
+    def is_true(self, kind: str) -> bool:
         """Return whether a condition is True."""
         return self.condition(kind).get("status") == "True"
 

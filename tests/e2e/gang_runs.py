@@ -33,7 +33,7 @@ class Groups:
             found = found[key]
         return found
 
-    def is_gone(self, run: Run) -> bool:
+    def has_no_group(self, run: Run) -> bool:
         """Return whether the run has no PodGroup."""
         return not run.runs.cluster.api.is_there(self.path(run))
 
@@ -90,7 +90,7 @@ def place_one_gang_after_the_other(runs: Runs, faults: Any, groups: Groups) -> R
     runs.kubectl("delete", RESOURCE, "first")
     second.wait_for_pods(0, 1)
     second.wait_for_step(5)
-    wait_for(lambda: groups.is_gone(first), "the end of the first run's group")
+    wait_for(lambda: groups.has_no_group(first), "the end of the first run's group")
     return second
 
 

@@ -91,7 +91,7 @@ def requests() -> Iterator[tuple[str, bytes]]:
             yield f"{method} {path}", (head + body).encode()
 
 
-def say(address: str, port: int, data: bytes) -> str:
+def exchange(address: str, port: int, data: bytes) -> str:
     """Send data, and return the answer until the connection ends or the time limit is reached."""
     answer = b""
     try:
@@ -113,7 +113,7 @@ def main(run: str, targets: str) -> None:
         for one in (*messages(run), *requests())
     ]
     with ThreadPoolExecutor(32) as pool:
-        answers = pool.map(lambda one: say(one[0], one[1], one[3]), tries)
+        answers = pool.map(lambda one: exchange(one[0], one[1], one[3]), tries)
         for (address, port, name, _), answer in zip(tries, answers, strict=True):
             print(
                 json.dumps(

@@ -101,7 +101,7 @@ def apply(operator: Any, runs: Runs, file: Path) -> subprocess.CompletedProcess[
     )
 
 
-def problems_told(name: str, output: str) -> list[str]:
+def problems_in_message(name: str, output: str) -> list[str]:
     """Return the problems in kubectl's message for an invalid object."""
     head = f'The TrainingRun "{name}" is invalid: '
     assert output.startswith(head), output
@@ -119,7 +119,7 @@ def test_apply_prints_what_validate_prints(
     for name, file in bad_files(tmp_path).items():
         done, expected = apply(operator, runs, file), validate(file)
         assert done.returncode != 0, name
-        assert problems_told(name, done.stderr) == expected, name
+        assert problems_in_message(name, done.stderr) == expected, name
     for name in UNREADABLE:
         done = apply(operator, runs, GOLDEN / f"{name.replace('-', '_')}.yaml")
         assert done.returncode != 0 and "strict decoding error" in done.stderr, done
@@ -156,7 +156,7 @@ def test_without_the_webhook_problems_are_reported_before_the_first_pod_and_can_
             f"{name}: InvalidSpec",
         )  # type: ignore[misc]
         assert run.status()["message"] == " ".join(expected)
-        assert run.is_so("Stalled") and not run.is_so("Ready")
+        assert run.is_true("Stalled") and not run.is_true("Ready")
         assert run.pods() == []
         assert "recipeHash" not in run.status()
     corrected = write(tmp_path, "warmup-of-150-percent", {"nodes": {"min": 1, "max": 1}})

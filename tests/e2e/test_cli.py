@@ -143,7 +143,7 @@ def test_invalid_commands_are_reported_with_path_and_remedy(runs: Runs, cli: Cli
     assert "/documents/nothing.jsonl" in status["lastFailure"]["message"]
     assert any("evergrad restart wrong" in line for line in status["next"])
     assert "/documents/nothing.jsonl" in cli.call("logs", "wrong").stdout
-    assert run.is_so("Failed")
+    assert run.is_true("Failed")
 
 
 def test_a_wait_ends_for_a_run_that_is_held_until_a_person_acts(

@@ -25,7 +25,7 @@ def expect_failed(run: Run, reason: str, *words: str) -> None:
     )
     condition = run.condition("Failed")
     assert (condition["status"], condition["reason"]) == ("True", reason), condition
-    assert run.is_so("Stalled") and not run.is_so("Ready")
+    assert run.is_true("Stalled") and not run.is_true("Ready")
     for word in words:
         assert word in condition["message"], condition["message"]
     wait_for(
@@ -37,11 +37,11 @@ def expect_failed(run: Run, reason: str, *words: str) -> None:
 def expect_waiting(run: Run, reason: str, *words: str) -> None:
     """Check that the run waits, reports why, and creates no more pods meanwhile."""
 
-    def says_so() -> Any:
+    def is_reported() -> Any:
         text = json.dumps(run.status().get("conditions", []))
         return reason in text and all(word in text for word in words)
 
-    wait_for(says_so, f"{run.name}: {reason}")
+    wait_for(is_reported, f"{run.name}: {reason}")
     assert run.status()["phase"] not in ("Failed", "Complete")
     pods = len(run.pods())
     time.sleep(5)
@@ -213,7 +213,7 @@ def test_12_a_volume_that_fills_up_is_an_unhealthy_checkpoint_until_space_is_fre
     )
     healthy = "CheckpointHealthy"
     wait_for(lambda: saved_step(run) >= 20, "checkpoints of the run")
-    wait_for(lambda: run.is_so(healthy), "a healthy checkpoint")
+    wait_for(lambda: run.is_true(healthy), "a healthy checkpoint")
 
     # There is room for the kept checkpoints, but not for one more: a newer checkpoint is saved nevertheless.
     call_in_pod(run, "python", "-c", FILL)
@@ -235,7 +235,7 @@ def test_12_a_volume_that_fills_up_is_an_unhealthy_checkpoint_until_space_is_fre
     assert "HostFault" not in json.dumps(status)
 
     call_in_pod(run, "rm", "/volume/filler")
-    wait_for(lambda: run.is_so(healthy), "a healthy checkpoint after there is room")
+    wait_for(lambda: run.is_true(healthy), "a healthy checkpoint after there is room")
     # On a busy machine a node of the cluster may be lost in the meantime: that is another cause.
     assert "VolumeFull" not in run.restarts()
 

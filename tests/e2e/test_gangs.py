@@ -69,7 +69,7 @@ def test_without_the_group_type_a_run_waits_with_a_message_and_starts_once_it_ex
     try:
         run = start(runs, "early", least=2, most=2)
         wait_for(lambda: run.status().get("reason") == "GangUnavailable", "GangUnavailable")
-        assert run.is_so("Stalled") and run.pods() == []
+        assert run.is_true("Stalled") and run.pods() == []
         assert "scheduling.x-k8s.io" in run.status()["message"]
     finally:
         scheduler.bring_type()

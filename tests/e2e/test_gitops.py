@@ -55,7 +55,7 @@ class Git:
 
     def assert_in_sync(self, when: str) -> None:
         """Check that no way of comparing or applying the file shows or makes a change."""
-        before = self._what_git_owns()
+        before = self._owned_by_git()
         for words in (
             ("diff",),
             ("diff", "--server-side", "--field-manager", SECOND),
@@ -69,7 +69,7 @@ class Git:
         assert self.sync().strip() == f"trainingrun.{GROUP}/{self.name} unchanged", when
         words = ("apply", "--server-side", "--field-manager", SECOND, "-f", "-")
         self.runs.kubectl(*words, text=json.dumps(self.manifest))
-        assert self._what_git_owns() == before, when
+        assert self._owned_by_git() == before, when
 
     def _diff(self, *words: str) -> str:
         # Its exit code is 1 if there are differences; kubectl() returns the output.
@@ -77,7 +77,7 @@ class Git:
             *words, "-f", "-", text=json.dumps(self.manifest), check=False
         )
 
-    def _what_git_owns(self) -> dict[str, Any]:
+    def _owned_by_git(self) -> dict[str, Any]:
         raw = Run(self.runs, self.name).get()
         metadata = {key: raw["metadata"].get(key) for key in OWNED}
         # kubectl's copy of the file belongs to kubectl.

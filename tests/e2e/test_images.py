@@ -127,7 +127,7 @@ def run_in(
     return podman(*command, image, *words)
 
 
-def told_by(image: str, *words: str, **settings: Any) -> str:
+def output_of(image: str, *words: str, **settings: Any) -> str:
     done = run_in(image, *words, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -149,15 +149,17 @@ def described(image: str) -> dict[str, Any]:
 def test_the_trainer_prints_its_version_and_validates_a_run_as_any_user(
     trainer_image: str, volume: Path, user: str
 ) -> None:
-    assert told_by(trainer_image, "--version", user=user).startswith("evergrad ")
-    told_by(trainer_image, "validate", "/volume/trainingrun.yaml", user=user, volume=volume)
+    assert output_of(trainer_image, "--version", user=user).startswith("evergrad ")
+    output_of(
+        trainer_image, "validate", "/volume/trainingrun.yaml", user=user, volume=volume
+    )
 
 
 @pytest.mark.parametrize("user", PEOPLE[:2])
 def test_the_trainer_trains_with_a_read_only_root_and_no_network(
     trainer_image: str, volume: Path, user: str
 ) -> None:
-    told_by(
+    output_of(
         trainer_image,
         "run",
         "/volume/trainingrun.yaml",
@@ -174,17 +176,17 @@ def test_the_trainer_image_has_the_packages_for_adapters(
 ) -> None:
     adapted = ["--set", "spec.training.model={path: /volume/base, lora: {rank: 2}}"]
     run = ["run", "/volume/trainingrun.yaml", "--run-directory"]
-    told_by(trainer_image, *run, "/volume/whole", volume=volume)
+    output_of(trainer_image, *run, "/volume/whole", volume=volume)
     export = ["checkpoint", "export", "/volume/whole", "--output", "/volume/base"]
-    told_by(trainer_image, *export, volume=volume)
-    told_by(trainer_image, *run, "/volume/adapted", *adapted, volume=volume)
+    output_of(trainer_image, *export, volume=volume)
+    output_of(trainer_image, *run, "/volume/adapted", *adapted, volume=volume)
     assert json.loads((volume / "adapted/complete.json").read_text())["step"] == 4
 
 
 @pytest.mark.parametrize("user", PEOPLE)
 def test_operator_and_coordinator_start_as_any_user(operator_image: str, user: str) -> None:
-    assert "--all-namespaces" in told_by(operator_image, "--help", user=user)
-    assert "--min" in told_by(
+    assert "--all-namespaces" in output_of(operator_image, "--help", user=user)
+    assert "--min" in output_of(
         operator_image,
         "-m",
         "evergrad_coordinator",
@@ -220,7 +222,9 @@ def test_each_image_excludes_the_packages_of_the_other(
 ) -> None:
     program = f"import importlib.util as u; print([n for n in {absent} if u.find_spec(n)])"
     assert (
-        told_by(request.getfixturevalue(image), "-c", program, entrypoint="python").strip()
+        output_of(
+            request.getfixturevalue(image), "-c", program, entrypoint="python"
+        ).strip()
         == "[]"
     )
 
@@ -237,7 +241,7 @@ def test_an_image_contains_no_compiler_no_cache_and_nothing_of_the_build_machine
         "-o -path '/run/secrets/*' \\)"
         " 2>/dev/null; env | grep -iE 'proxy|cert|pip_' ; true"
     )
-    assert told_by(request.getfixturevalue(image), "-c", look, entrypoint="sh") == ""
+    assert output_of(request.getfixturevalue(image), "-c", look, entrypoint="sh") == ""
     history = json.dumps(
         [
             step.get("created_by")
@@ -272,9 +276,9 @@ def test_everything_in_an_image_is_compiled_and_read_only(
         "flags = int.from_bytes(p.read_bytes()[4:8], 'little'); assert flags == 1, flags; assert "
         "sys.flags.safe_path"
     )
-    told_by(request.getfixturevalue(image), "-c", program, entrypoint="python")
+    output_of(request.getfixturevalue(image), "-c", program, entrypoint="python")
     look = "find /opt/evergrad ! -type l -perm /022 | head"
-    assert told_by(request.getfixturevalue(image), "-c", look, entrypoint="sh") == ""
+    assert output_of(request.getfixturevalue(image), "-c", look, entrypoint="sh") == ""
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def watch(
 
 def start_watched(runs: Runs, faults: Any) -> Run:
     """Start a run of a team, of two nodes with one simulated device each, that continues to train, evaluates
-    by itself and sets the peak of its devices."""
+    between its steps and sets the peak of its devices."""
     for host in ("n1", "n2"):
         faults.set_gpus(host, 1, resource=DEVICE)
     training = {

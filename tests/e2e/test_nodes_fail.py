@@ -117,7 +117,7 @@ def test_a_run_below_its_minimum_releases_its_pods_and_another_uses_the_hosts(
         assert "fewer than 2 nodes found a host within 20s" in short.status()["message"]
         wait_for(lambda: not short.pods(), "the pods' end")
         assert short.status()["restarts"]["total"] == 0
-        assert not short.is_so("Stalled")
+        assert not short.is_true("Stalled")
         # The slot is free for other runs, which is the purpose of giving it back.
         other = runs.start("other", steps=ENDLESS, nodes={"min": 1, "max": 1}, **place)
         other.wait_for_step(5)

@@ -45,7 +45,7 @@ def test_an_error_in_user_task_code_fails_the_run_with_its_file_and_line(
     run = runs.start(
         "own-task-broken", steps=ENDLESS, training={**OWN, "files": {"averaged.py": broken}}
     )
-    wait_for(lambda: run.is_so("Failed"), "the run's failure")
+    wait_for(lambda: run.is_true("Failed"), "the run's failure")
     condition = run.condition("Failed")
     assert condition["reason"] == "UserError"
     assert (

@@ -87,7 +87,7 @@ def test_a_group_has_the_priority_of_its_pods_until_the_run_is_suspended(
     lost = run.wait_for_attempt(1, 1)
     assert lost["spec"]["priorityClassName"] == HIGH
     run.patch({"suspend": True})
-    wait_for(lambda: GROUPS.is_gone(run), "the end of the suspended run's group")
+    wait_for(lambda: GROUPS.has_no_group(run), "the end of the suspended run's group")
     step = run.newest_step()
     run.patch({"suspend": False})
     pods = run.wait_for_pods(0, 1)

@@ -204,7 +204,7 @@ def test_a_script_can_use_values_of_other_objects_and_a_volume_for_its_pod_alone
     }
     runs.kubectl("apply", "-f", "-", text=json.dumps(reader))
 
-    def is_kept_out() -> bool:
+    def is_not_scheduled() -> bool:
         pod = runs.get("pods", "beside") or {}
         conditions = pod.get("status", {}).get("conditions", [])
         return any(
@@ -212,7 +212,7 @@ def test_a_script_can_use_values_of_other_objects_and_a_volume_for_its_pod_alone
             for one in conditions
         )
 
-    wait_for(is_kept_out, "the scheduler's refusal of a second pod")
+    wait_for(is_not_scheduled, "the scheduler's refusal of a second pod")
     runs.kubectl("delete", "pod", "beside", "--now")
 
     # Values may change without a new run: the next pod has the new values.

@@ -47,7 +47,7 @@ def test_a_run_keeps_its_namespace_profile_and_a_restart_takes_the_new_one(
         first = run.live_pods()[0]
         assert first["metadata"]["labels"]["cost-center"] == "1"
 
-        # A replaced pod has the values that the run began with, whatever the profile contains now.
+        # A replaced pod has the values with which the run started, although the profile has changed.
         put_profile(runs, "defaults: {template: {labels: {cost-center: '2'}}}")
         runs.kubectl("delete", "pod", first["metadata"]["name"])
         run.wait_for_attempt(0, 1)

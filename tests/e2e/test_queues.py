@@ -252,7 +252,7 @@ def wait_until_queued(run: Run, queue: Queue) -> str:
 
     said: str = wait_for(is_queued, f"{run.name}: Waiting, Queued")
     assert f"the queue {queue.name}" in said, said
-    assert not run.is_so("Stalled") and run.is_so("Reconciling")
+    assert not run.is_true("Stalled") and run.is_true("Reconciling")
     return said
 
 
@@ -289,7 +289,7 @@ class Watched:
     workloads: list[dict[str, Any]]
     pods: list[dict[str, Any]]
 
-    def assert_given_back(self, run: Run, *, condition: str = "") -> None:
+    def assert_released(self, run: Run, *, condition: str = "") -> None:
         """Check that the quota of a run was released in time.
 
         The time starts at the transition of ``condition``, or else at the end of the run's last node.
@@ -351,7 +351,7 @@ def test_quota_is_released_on_completion(queue: Queue) -> None:
         run = queue.start("complete", steps=60)
         run.wait_for_phase("Complete")
         queue.wait_for_use(0)
-    seen.assert_given_back(run, condition="Complete")
+    seen.assert_released(run, condition="Complete")
     # Kueue releases the quota first, and removes the pods' finalizers afterwards.
     wait_for(
         lambda: (
@@ -376,7 +376,7 @@ def test_quota_is_released_on_failure_and_the_next_run_starts(queue: Queue) -> N
         run.wait_for_phase("Failed")
         queue.wait_for_use(3)
         train(next_run)
-    seen.assert_given_back(run, condition="Failed")
+    seen.assert_released(run, condition="Failed")
     assert all(
         any(one["type"] == "Finished" for one in workload["status"].get("conditions", []))
         for workload in queue.workloads()
@@ -395,7 +395,7 @@ def test_quota_is_released_on_suspension_and_a_run_resumes_with_a_quota_for_one_
         run.patch({"suspend": True})
         run.wait_for_phase("Suspended")
         queue.wait_for_use(0)
-    seen.assert_given_back(run, condition="Suspended")
+    seen.assert_released(run, condition="Suspended")
     run.patch({"suspend": False})
     run.wait_for_pods(0, 1, 2)
     run.wait_for_step(step + 10)
@@ -409,7 +409,7 @@ def test_quota_is_released_on_deletion(queue: Queue) -> None:
         run.runs.kubectl("delete", RESOURCE, run.name, "--wait=false")
         queue.wait_for_use(0)
         wait_for(lambda: not run.pods(), "the pods' end")
-    seen.assert_given_back(run)
+    seen.assert_released(run)
 
 
 def test_a_run_that_is_deleted_in_the_queue_never_takes_quota(queue: Queue) -> None:
@@ -435,7 +435,7 @@ def test_quota_is_released_on_deletion_without_an_operator(
         run.runs.kubectl("delete", RESOURCE, run.name, "--wait=false")
         queue.wait_for_use(0)
         wait_for(lambda: not run.pods(), "the pods' end")
-    seen.assert_given_back(run)
+    seen.assert_released(run)
 
 
 def test_a_higher_priority_preempts_an_elastic_node_first_and_the_gang_continues(
@@ -575,13 +575,13 @@ def test_a_run_without_a_queue_names_the_label_to_set_and_continues_with_it(
     queue.create(nodes=4)
     with managing_all(queue.manager):
         run = queue.start("unlabelled", is_queued=False)
-        wait_for(lambda: run.is_so("Stalled"), "the condition Stalled")
+        wait_for(lambda: run.is_true("Stalled"), "the condition Stalled")
         assert run.status()["reason"] == "Queued"
         assert f"Set the label {QUEUE} on the TrainingRun" in run.status()["message"]
         run.runs.kubectl("label", RESOURCE, run.name, f"{QUEUE}={queue.name}")
         run.wait_for_pods(0, 1, 2)
         train(run)
-        assert not run.is_so("Stalled") and run.restarts() == {}
+        assert not run.is_true("Stalled") and run.restarts() == {}
         run.runs.kubectl("delete", RESOURCE, run.name, "--wait=false")
         wait_for(
             lambda: not run.runs.list("pods", f"{GROUP}/run={run.name}"),

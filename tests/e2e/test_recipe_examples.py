@@ -156,7 +156,7 @@ def commands_of(page: Path, title: str) -> str:
 
 
 @pytest.fixture
-def walk(runs: Runs, operator: Any, tmp_path: Path) -> Iterator[Walk]:
+def run_walkthrough(runs: Runs, operator: Any, tmp_path: Path) -> Iterator[Walk]:
     one = Walk(runs, operator.trainer_image, tmp_path)
     yield one
     one.close()
@@ -216,16 +216,16 @@ def keep(directory: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_the_example_of_a_recipe_trains_on_two_nodes_and_its_report_is_complete(
     example: Example,
     runs: Runs,
-    walk: Walk,
+    run_walkthrough: Walk,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    walk.finish(walk.train(example, settings=SETTINGS))
+    run_walkthrough.finish(run_walkthrough.train(example, settings=SETTINGS))
     for name, claim in example.runs.items():
         run = runs.adopt(name)
         assert run.status()["phase"] == "Complete"
         assert run.restarts() == {}
-        directory = walk.fetch(name, claim)
+        directory = run_walkthrough.fetch(name, claim)
         keep(directory, tmp_path, capsys)
         is_last = name == [*example.runs][-1]
         expect_whole(directory, example.metrics if is_last else ())
@@ -234,12 +234,12 @@ def test_the_example_of_a_recipe_trains_on_two_nodes_and_its_report_is_complete(
 
 def test_the_example_of_two_stages_is_bit_equal_to_an_undisturbed_run_after_a_killed_pod(
     runs: Runs,
-    walk: Walk,
+    run_walkthrough: Walk,
     faults: Any,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    process = walk.train(TWO_STAGES)
+    process = run_walkthrough.train(TWO_STAGES)
     run = runs.adopt("two-stages")
 
     def is_training() -> bool:
@@ -251,19 +251,21 @@ def test_the_example_of_two_stages_is_bit_equal_to_an_undisturbed_run_after_a_ki
 
     wait_for(is_training, "the third step, of two nodes", seconds=SECONDS)
     faults.kill_container(runs.namespace, run.live_pods()[1]["metadata"]["name"])
-    walk.finish(process)
+    run_walkthrough.finish(process)
     assert 137 in [one.get("exitCode") for one in run.status()["attempts"]]
 
-    directory = walk.fetch("two-stages", "two-stages")
+    directory = run_walkthrough.fetch("two-stages", "two-stages")
     keep(directory, tmp_path, capsys)
     expect_whole(directory, (*TWO_STAGES.metrics, "World size", "Changes of the world"))
     assert {row["world_size"] for row in read_rows(directory / "metrics.jsonl")} == {1, 2}
 
     # The same file on this machine, in one undisturbed process.
     alone = "evergrad run examples/two-stage-kl/trainingrun.yaml --run-directory runs/two-stages"
-    walk.finish(walk.start(alone))
-    compared = walk.finish(
-        walk.start("evergrad compare-runs runs/two-stages two-stages --exact --state")
+    run_walkthrough.finish(run_walkthrough.start(alone))
+    compared = run_walkthrough.finish(
+        run_walkthrough.start(
+            "evergrad compare-runs runs/two-stages two-stages --exact --state"
+        )
     )
     assert "losses equal bit by bit" in compared
     assert "The states after step 240 are equal bit by bit" in compared

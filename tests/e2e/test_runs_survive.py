@@ -33,7 +33,7 @@ def start(runs: Runs, name: str, **changes: Any) -> Run:
     return run
 
 
-def go_on(run: Run, *, steps: int = 20) -> None:
+def continue_training(run: Run, *, steps: int = 20) -> None:
     """Wait until some more steps are trained."""
     run.wait_for_step(run.newest_step() + steps)
 
@@ -47,7 +47,7 @@ def test_02_a_pod_deleted_gracefully_costs_no_step(
     run.wait_for_world(1)
     run.wait_for_attempt(1, 1)
     run.wait_for_world(2)
-    go_on(run)
+    continue_training(run)
     assert run.repeated_steps() == 0
     run.expect_same_as(reference)
     wait_for(lambda: run.restarts() == {"Deleted": 1}, "the deletion in the status")
@@ -62,7 +62,7 @@ def test_03_a_killed_container_costs_no_finished_step_and_is_replaced(
     run.wait_for_world(1)
     run.wait_for_attempt(0, 1)
     run.wait_for_world(2)
-    go_on(run)
+    continue_training(run)
     assert run.repeated_steps() == 0
     run.expect_same_as(reference)
     attempt = run.status()["attempts"][-1]
@@ -82,7 +82,7 @@ def test_the_operator_stays_healthy_for_200_quiet_seconds_after_a_killed_pod(
     time.sleep(200)
     assert operator.restarts() == before
     assert operator.is_ready()
-    go_on(run)
+    continue_training(run)
     step = run.newest_step()
     wait_for(
         lambda: run.status()["progress"]["step"] >= step,
@@ -123,7 +123,7 @@ def test_04_eviction_and_a_drained_node_move_the_pods_and_the_node_returns(
         run.wait_for_world(2)
     finally:
         runs.kubectl("uncordon", node)
-    go_on(run)
+    continue_training(run)
     assert run.repeated_steps() == 0
     run.expect_same_as(reference)
     wait_for(lambda: run.restarts().get("Evicted", 0) >= 2, "both evictions in the status")
@@ -153,12 +153,12 @@ def test_06_a_preempted_pod_returns_when_capacity_is_available(
         "the preemption in the status",
     )
     run.wait_for_world(1)
-    go_on(run)
+    continue_training(run)
     wait_for(lambda: "no node fits" in str(run.status()), "the missing room in the status")
     runs.kubectl("delete", "pod", "intruder", "--now")
     run.wait_for_pods(0, 1)
     run.wait_for_world(2)
-    go_on(run)
+    continue_training(run)
     assert run.repeated_steps() == 0
     run.expect_same_as(reference)
 
@@ -193,7 +193,7 @@ def test_07_node_bounds_of_a_training_run_can_be_lowered_and_raised(
     run.patch({"nodes": {"min": 1, "max": 2}})
     pods = run.wait_for_pods(0, 1)
     run.wait_for_world(2)
-    go_on(run)
+    continue_training(run)
     assert pods[0]["metadata"]["uid"] == uid, "a pod that was to stay was replaced"
     assert run.repeated_steps() == 0
     run.expect_same_as(reference)
@@ -206,7 +206,7 @@ def test_08_a_run_suspends_with_a_checkpoint_and_resumes_at_the_same_step(
     run = start(runs, "suspended")
     run.patch({"suspend": True})
     run.wait_for_phase("Suspended")
-    assert run.is_so("Suspended")
+    assert run.is_true("Suspended")
     assert run.pods() == [] or not run.live_pods()
     assert run.live_pods(role="coordinator") == {}
     step = run.newest_step()
@@ -277,7 +277,7 @@ def test_10_a_killed_coordinator_pod_is_replaced_and_no_step_is_lost(
     faults.kill_container(
         runs.namespace, run.live_pods(role="coordinator")[0]["metadata"]["name"]
     )
-    go_on(run)
+    continue_training(run)
     first = run.live_pods(role="coordinator")[0]["metadata"]["name"]
     runs.kubectl("delete", "pod", first, "--now")
     wait_for(
@@ -290,7 +290,7 @@ def test_10_a_killed_coordinator_pod_is_replaced_and_no_step_is_lost(
         ),
         "a new coordinator",
     )
-    go_on(run, steps=60)
+    continue_training(run, steps=60)
     assert {
         index: pod["metadata"]["uid"] for index, pod in run.live_pods().items()
     } == workers
@@ -321,7 +321,7 @@ def test_the_time_of_all_pods_is_counted_across_kills_and_deletions(
                 "the successor of a pod",
             )
             run.wait_for_world(2)
-            go_on(run)
+            continue_training(run)
         run.patch({"suspend": True})
         run.wait_for_phase("Suspended")
         wait_for(lambda: not run.live_pods(), "all pods to be gone")

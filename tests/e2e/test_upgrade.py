@@ -86,8 +86,8 @@ def first(cluster: Any, operator: Operator) -> Operator:
 
 
 @contextlib.contextmanager
-def back_afterwards(operator: Operator) -> Iterator[None]:
-    """Restore the session's operator after the block, whatever happened inside."""
+def restored_afterwards(operator: Operator) -> Iterator[None]:
+    """Restore the session's operator after the block in any case."""
     try:
         yield
     finally:
@@ -101,7 +101,7 @@ def back_afterwards(operator: Operator) -> Iterator[None]:
 def test_a_run_of_the_first_release_trains_through_an_upgrade_and_its_rollback(
     first: Operator, runs: Runs, operator: Operator
 ) -> None:
-    with back_afterwards(operator):
+    with restored_afterwards(operator):
         first.upgrade(chart=FIRST_CHART)
         first.wait_until_ready()
         before_upgrade = fields_of_crd(first)
@@ -139,7 +139,7 @@ def test_a_run_of_this_release_trains_under_the_rolled_back_first_release(
 ) -> None:
     run = start(runs, "newer")
     pods = uids(run)
-    with back_afterwards(operator):
+    with restored_afterwards(operator):
         first.upgrade(chart=FIRST_CHART)
         first.wait_until_ready()
         expect_undisturbed(run, pods)
@@ -155,7 +155,7 @@ def test_a_run_trains_without_its_operator_and_the_next_installation_takes_it_ov
 ) -> None:
     run = start(runs, "left")
     pods = uids(run)
-    with back_afterwards(operator):
+    with restored_afterwards(operator):
         operator.helm("uninstall", RELEASE, "--wait", "--cascade", "foreground")
         assert operator.pods() == []
         crd = json.loads(operator.kubectl("get", "crd", CRD, "--output", "json"))

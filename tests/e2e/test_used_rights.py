@@ -1,7 +1,7 @@
-"""Compares the operator's requests to the API server during the other tests with the rights that the chart
-grants.
+"""Compares the operator's requests to the API server during the other tests with the permissions that the
+chart grants.
 
-Its name makes it run last.
+The name makes this file run last.
 """
 
 import json

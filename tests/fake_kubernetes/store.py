@@ -230,7 +230,7 @@ class Store:
         self.version = next(self._versions)
         known["metadata"]["resourceVersion"] = str(self.version)
         if not is_silent:
-            self._tell("DELETED", plural, known)
+            self._notify("DELETED", plural, known)
         for kind, where, child in list(self.objects):
             owners = (
                 self.objects[kind, where, child]["metadata"].get("ownerReferences") or ()
@@ -263,12 +263,12 @@ class Store:
         self.version = next(self._versions)
         raw["metadata"]["resourceVersion"] = str(self.version)
         self.objects[place] = raw
-        self._tell(kind, place[0], raw)
+        self._notify(kind, place[0], raw)
         if write is not None:
             self._end(write)
         return copy.deepcopy(raw)
 
-    def _tell(self, kind: str, plural: str, raw: Raw) -> None:
+    def _notify(self, kind: str, plural: str, raw: Raw) -> None:
         self.changes.append((self.version, kind, plural, copy.deepcopy(raw)))
         self.on_change(kind, plural, raw)
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS, END_TO_END = ROOT / "tools/benchmarks", ROOT / "tests/e2e"
-# Requests to an API server 1.34: those that runs cause, those that go on without them, reads.
+# Requests to an API server 1.34: requests caused by runs, background requests, and reads.
 COUNTED = (
     ("POST", "pods", "", 201, "5"),
     ("POST", "pods", "", 409, "1"),

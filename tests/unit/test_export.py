@@ -134,7 +134,7 @@ def make_run(tmp_path: Path) -> MakeRun:
                     parameter.copy_(torch.randn_like(parameter))
         state = {f"model.{name}": tensor for name, tensor in module_tensors(model).items()}
         if ema is not None:
-            # Twice the weights, so that the two are told apart.
+            # Twice the weights, so that the two can be distinguished.
             state |= {f"ema.{name}": 2 * tensor.float() for name, tensor in state.items()}
         frozen = hash_frozen(Modules({"model": model}))
         save_sharded(directory.checkpoints, state, ranks=ranks, frozen=frozen)

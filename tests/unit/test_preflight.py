@@ -416,7 +416,7 @@ def test_offloaded_activations_must_fit_the_host_of_an_accelerator() -> None:
     assert level == "ok" and text.startswith(f"{field}: offload leaves about ")
     level, text = check(replace(device, memory_bytes=10**4))
     assert level == "error" and "9.77 KiB are there" in text and "Write full" in text
-    # What is left where it is saves nothing, and trains all the same.
+    # An input that stays in place saves nothing, and trains nevertheless.
     level, text = check(replace(MACHINE, memory_bytes=10**11))
     assert level == "warning" and "no other memory than the host's" in text
 
@@ -499,7 +499,7 @@ def test_a_pretrained_model_is_not_trained_on_bytes_by_default() -> None:
 
 
 def test_moments_in_bf16_that_would_never_decrease_are_refused() -> None:
-    """As the moments do: 1.0 in bf16, times a decay, is 1.0 again exactly for those that are refused."""
+    """Like the moments: 1.0 in bf16, times a decay, is 1.0 again exactly for the refused decays."""
     for decay in (0.9, 0.95, 0.99, 0.995, 0.997, 0.999, 0.9999):
         moment = torch.ones((), dtype=torch.bfloat16)
         is_frozen = any(

@@ -1,4 +1,4 @@
-"""What preflight says of adapters: the weights that they stand beside, their memory, what they do not go with."""
+"""Preflight of adapters: the weights that they are trained with, their memory, and incompatible settings."""
 
 from pathlib import Path
 from typing import Any

@@ -25,7 +25,7 @@ def test_a_process_is_alive_until_its_last_thread_has_ended() -> None:
             assert is_alive(process.pid)
         finally:
             process.kill()
-        # Its output ends with its last thread; nobody has reaped it yet.
+        # Its output ends with its last thread; it has not been reaped yet.
         assert process.stdout.read() == ""
         while is_alive(process.pid):
             pass

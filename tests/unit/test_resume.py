@@ -1,4 +1,4 @@
-"""Whether a manifest may go on with what a run directory holds."""
+"""Whether a manifest may continue with the content of a run directory."""
 
 import dataclasses
 import json
@@ -142,7 +142,7 @@ def test_a_missing_source_is_reported_with_the_difference(
     assert horizon.path == "spec.training.horizon.steps"
     assert source.path == str(tmp_path / "nowhere.jsonl")
     assert "spec.training.data.sources[0].path names it" in str(source)
-    # A recipe that is accepted is no reason to look for data: preflight does.
+    # A recipe that is accepted does not require the data to exist: preflight checks that.
     run = make_run(data=moved)
     found = inspect_directory(directory, run, extend=False, base_directory=tmp_path)
     assert found.state == "begun"
@@ -227,7 +227,7 @@ def test_other_data_is_refused_before_the_run_is_claimed(directory: RunDirectory
         f"{directory.path}: the data's fingerprint is 'f'; that of the data here is 'other'. Restore the data "
         "this run began with, or start a new run with initFrom."
     )
-    # What the task says of its stages, and what it has prepared with another value.
+    # The stages that the task declares, and its preparation with another value.
     began = dataclasses.replace(PREPARED, facts={"encoder": "e1", "corpus": "c", "made": 1})
     run_state = dataclasses.replace(run_state, recorded=began)
     facts = {"encoder": "e2", "corpus": "c", "further": 3}
@@ -513,7 +513,7 @@ def test_a_model_that_is_resolved_differently_is_refused_by_field(
         problem
     ) and "began with 10000.0" in str(problem)
     assert "transformers was 5.0.0 then and is 5.1.0 now" in str(problem)
-    # The same version knows the same keys: one that is there only now was added by hand.
+    # The same version has the same keys: a key that appears only now was added by hand.
     with pytest.raises(RunDirectoryError, match="new_key"):
         check_model_unchanged(directory, run_state, models(new_key=1))
 

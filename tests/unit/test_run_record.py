@@ -7,7 +7,7 @@ from evergrad_trainer.run.record import BASE, describe_base, read_base
 
 
 def make_link(tmp_path: Path) -> tuple[Path, Path, Path]:
-    """A folder of files, the run directory by way of a link beside it, and where the link leads to."""
+    """A folder of files, the run directory reached through a link next to it, and the target of the link."""
     base, real = tmp_path / "project", tmp_path / "volume" / "disk" / "runs"
     (real / "tiny").mkdir(parents=True)
     base.mkdir()
@@ -32,7 +32,7 @@ def test_a_base_directory_that_an_older_version_recorded_through_links_is_found(
     base, by_link, real = make_link(tmp_path)
     found = read_base(RunDirectory(by_link), {BASE: "../../project"})
     assert found == base
-    # What is nowhere is looked for, and missed, where the record says.
+    # A missing file is searched for, and missed, at the recorded path.
     gone = read_base(RunDirectory(by_link), {BASE: "../../gone"})
     assert gone == by_link / "../../gone"
     assert read_base(RunDirectory(real), {BASE: "/gone"}) == Path("/gone")

@@ -1,4 +1,4 @@
-"""One step: which slots a rank runs, what is summed, what is refused before anything is updated."""
+"""One step: which slots a rank runs, what is summed, and what is refused before any update."""
 
 import math
 import re
@@ -205,7 +205,7 @@ def test_the_graph_of_a_slot_is_freed_before_the_next_one_starts() -> None:
             return Loss(total)
 
     make_stepper(TracedModel()).run(1, world(), QUIET)
-    # Its nodes would lie between what the next slot allocates, and the heap would grow with each slot.
+    # Its nodes would remain between the allocations of the next slot, and the heap would grow with each slot.
     assert alive == [0, 0, 0, 0]
 
 
@@ -353,7 +353,7 @@ def test_a_step_waits_for_its_device_only_after_everything_is_launched(
     two = replace(world(0, 2), group=group, transport=Launching())
     stepper = make_stepper(Model(), exact=exact)
     stepper.heartbeat = diary
-    # Made before: the test's own stream counts labels, which is no business of the device.
+    # Created before: the test's stream counts labels, which must not affect the device.
     batches = [Stream(4).slot(1, slot) for slot in range(4)]
     stream: Any = stepper._parts.stream
     stream.slot = lambda step, slot: batches[slot]

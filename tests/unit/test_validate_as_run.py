@@ -140,7 +140,7 @@ def test_a_file_on_the_cluster_alone_is_not_searched_for(
         "tokenizer": {"type": "transformers", "path": "/volume/base"},
     }
     assert main(["validate", str(write(tmp_path, elsewhere))]) == 0
-    # What the file says by itself is checked all the same.
+    # Checks that need only the file are made nevertheless.
     wrong = {**config(TINY, num_key_value_heads=3), "tokenizer": elsewhere["tokenizer"]}
     assert main(["validate", str(write(tmp_path, wrong))]) == 64
     assert (

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class Work:
-    """A collective: done when told, and by which error."""
+    """A collective that is complete when the test sets it, with a given error."""
 
     def __init__(self, *, is_done: bool = True, error: str = "") -> None:
         self.is_done, self.error, self.num_waits = is_done, error, 0

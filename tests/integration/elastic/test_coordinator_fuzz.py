@@ -160,13 +160,13 @@ def test_a_hundred_thousand_bad_messages_harm_no_node(start: Start) -> None:
     silence, lease = str(PATIENCE), str(2 * PATIENCE)
     coordinator = start("--silence", silence, "--lease", lease).wait_until_listening()
     try:
-        asyncio.run(run_beside_a_group(coordinator))
+        asyncio.run(run_next_to_a_group(coordinator))
     except OSError as error:
         error.add_note(f"{coordinator.process.poll()=}\n{coordinator.log_text()[-3000:]}")
         raise
 
 
-async def run_beside_a_group(coordinator: Coordinator) -> None:
+async def run_next_to_a_group(coordinator: Coordinator) -> None:
     rng = random.Random(5)
     nodes = [Node(coordinator.port, str(name)) for name in range(3)]
     await poll(lambda: all(node.had for node in nodes), "the group")

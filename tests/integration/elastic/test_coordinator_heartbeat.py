@@ -113,7 +113,7 @@ def losses(coordinator: Coordinator) -> list[str]:
 
 
 def wait_for_messages(coordinator: Coordinator, number: int) -> None:
-    """Until so many more have come; a heartbeat sends two a second."""
+    """Wait for this many more heartbeats; a heartbeat process sends two per second."""
     before = coordinator.metric("evergrad_coordinator_messages_total")
     wait_for(
         lambda: (
@@ -151,7 +151,7 @@ def test_a_host_that_vanishes_leaves_no_heartbeat_connection(start: Start) -> No
     coordinator = start("--silence", "1", "--lease", "1").wait_until_listening()
     with coordinator.connect() as peer:
         peer.sendall(encode(Beat("r", "0", "i0", token=TOKEN)))
-        # Nothing more comes, and no end either, as from a host without power.
+        # No further data and no end arrive, as from a host without power.
         read_until_closed(peer)
         closed = [line["why"] for line in coordinator.log() if line["event"] == "closed"]
     assert closed == ["silent"]

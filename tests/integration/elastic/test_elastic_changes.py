@@ -1,5 +1,5 @@
-"""Changes that are disturbed themselves: deaths while a group forms, while state is fed, and saves and
-evaluations under way."""
+"""Changes that are disturbed themselves: kills while a group forms, during a state transfer, and during saves
+and evaluations."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

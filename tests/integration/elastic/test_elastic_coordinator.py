@@ -99,7 +99,7 @@ def test_a_fallback_is_recorded_if_rank_0_is_lost_before_it_has_written_it(
     make_elastic: MakeCluster, undisturbed: Any, place: str
 ) -> None:
     holds = [fault("hold", "slot", node=0, step=12, name="held")]
-    # Both nodes are in every group, however late one of them comes.
+    # Both nodes are in every group, even if one of them starts late.
     options = {"expect": 2, "min_nodes": 2, "options": ("--lease", "2")}
     cluster = make_elastic(**options).start(faults=holds)
     damage_newest(cluster)
@@ -153,7 +153,7 @@ def test_without_a_coordinator_for_longer_than_the_lease_training_pauses_in_its_
 def test_a_group_that_broke_while_the_coordinator_was_away_is_not_adopted(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    """All nodes work and reconnect; only their workers know that the group between them is gone."""
+    """All nodes work and reconnect; only their workers know that their group has ended."""
     faults = [
         fault("hold", "slot", node=0, step=4, name="held"),
         fault("lose", "update", node=1, step=4, name="lose"),

@@ -31,10 +31,10 @@ from evergrad_trainer.worker.worlds import SupervisedWorlds
 
 CPU = torch.device("cpu")
 TIMEOUT = 6 * PATIENCE
-"""Timeout of the collectives: a rank that comes out sooner was freed, and did not wait."""
+"""Timeout of the collectives: a rank that returns earlier was freed, and did not wait."""
 SOON = 2 * PATIENCE
 _kept: list[object] = []
-"""Ends of channels: a watchdog whose supervisor is gone ends its process."""
+"""Ends of channels: a watchdog whose supervisor has exited ends its process."""
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def host(ports: list[str]) -> None:
     time.sleep(TIMEOUT * 4)
 
 
-def meet(
+def form_group(
     ports: list[str],
     generation: int,
     *,
@@ -103,14 +103,14 @@ def lose_a_frozen_peer(
     ports: list[str], rank: int, size: int, hears: bool
 ) -> dict[str, Any]:
     """The last rank is frozen within the group; the others receive a message (or, without ``hears``, only
-    give up) and continue."""
+    abort the group) and continue."""
     supervisor, end = channel_pair()
     _kept.append(supervisor)
     watchdog = Watchdog(end)
     watchdog.start()
     interrupt = Interrupt()
     watchdog.enter(0, interrupt)
-    world = meet(ports, 0, rank=rank, size=size, interrupt=interrupt)
+    world = form_group(ports, 0, rank=rank, size=size, interrupt=interrupt)
     assert total_of(world, value=1.0) == size
     if rank == size - 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -129,7 +129,7 @@ def lose_a_frozen_peer(
         watchdog.await_order(step=1)
     interrupt = Interrupt()
     watchdog.enter(1, interrupt)
-    world = meet(ports, 1, rank=rank, size=size - 1, interrupt=interrupt)
+    world = form_group(ports, 1, rank=rank, size=size - 1, interrupt=interrupt)
     total = total_of(world, value=2.0)
     seconds = time.monotonic() - begun
     world.barrier()
@@ -159,7 +159,7 @@ _OPEN: list[object] = []
 def keep_an_own_connection(
     ports: list[str], rank: int, size: int, directory: str
 ) -> dict[str, Any]:
-    """A plug-in's connection, opened while the group trains; then the last rank is gone, and the world is
+    """A connection of a plug-in, opened while the group trains; then the last rank exits, and the world is
     changed in process."""
     supervisor, end = channel_pair()
     watchdog = Watchdog(end)
@@ -168,14 +168,14 @@ def keep_an_own_connection(
     run_directory.create()
     worlds = SupervisedWorlds(watchdog, end, run_directory, timeout_seconds=TIMEOUT)
 
-    def meet_again(generation: int, *, size: int) -> World:
+    def form_next_group(generation: int, *, size: int) -> World:
         path = Path(ports[generation])
         until(path.exists, "the store")
         port = int(path.read_text())
         begin = WorkerGo(generation, rank, size, "127.0.0.1", port, 100.0, cause="test")
-        return worlds.meet(begin, World(0, rank=0, size=1, device=CPU))
+        return worlds.form_group(begin, World(0, rank=0, size=1, device=CPU))
 
-    world = meet_again(1, size=size)
+    world = form_next_group(1, size=size)
     assert total_of(world, value=1.0) == size
     if rank == size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -190,13 +190,13 @@ def keep_an_own_connection(
                 total_of(world, value=1.0)
         worlds.cut()
         worlds.leave(world)
-        world = meet_again(2, size=size - 1)
+        world = form_next_group(2, size=size - 1)
         total = total_of(world, value=2.0)
         own.settimeout(SOON)
         service.sendall(b"still here")
         heard = own.recv(100).decode()
         world.barrier()
-    # Its end would end this process, before the result is taken for one.
+    # Its end would end this process before the result is accepted.
     _OPEN.append(supervisor)
     return {"heard": heard, "total": total}
 
@@ -218,7 +218,7 @@ def test_a_connection_of_a_plug_in_survives_a_hard_change(
 def feed_a_frozen_peer(ports: list[str], rank: int, size: int) -> float:
     """Rank 1 is frozen instead of receiving from rank 0."""
     interrupt = Interrupt()
-    world = meet(ports, 0, rank=rank, size=size, interrupt=interrupt)
+    world = form_group(ports, 0, rank=rank, size=size, interrupt=interrupt)
     world.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -238,15 +238,15 @@ def test_a_source_is_not_blocked_by_a_frozen_receiver(
     assert functions.result(source) < SOON
 
 
-def fail_once_then_meet(ports: list[str], rank: int, size: int) -> list[int]:
+def fail_once_then_form_group(ports: list[str], rank: int, size: int) -> list[int]:
     """Rank 0 finds no peer at first, and rank 1 is a new process. They connect nevertheless."""
     counted = -1
     if rank == 0:
         with pytest.raises(PeerLostError, match="generation 0 did not form"):
-            meet(ports, 0, rank=0, size=size, interrupt=Interrupt(), setup_seconds=1)
+            form_group(ports, 0, rank=0, size=size, interrupt=Interrupt(), setup_seconds=1)
         counted = torch_private.group_state()[0]
         abandon_world(None, GlooTransport())
-    world = meet(ports, 1, rank=rank, size=size, interrupt=Interrupt())
+    world = form_group(ports, 1, rank=rank, size=size, interrupt=Interrupt())
     total = int(total_of(world, value=1.0))
     world.barrier()
     return [counted, total]
@@ -255,7 +255,7 @@ def fail_once_then_meet(ports: list[str], rank: int, size: int) -> list[int]:
 def test_after_a_failed_setup_a_process_can_join_new_ones(
     functions: Functions,
 ) -> None:
-    processes = start_group(functions, fail_once_then_meet, size=2, generations=2)
+    processes = start_group(functions, fail_once_then_form_group, size=2, generations=2)
     (counted, total), (_, other_total) = (
         functions.result(process) for process in processes
     )
@@ -270,7 +270,7 @@ def change_a_hundred_times(ports: list[str], rank: int, size: int) -> list[list[
     and then."""
     counts = []
     for generation in range(len(ports)):
-        world = meet(
+        world = form_group(
             ports,
             generation,
             rank=(rank + generation) % size,

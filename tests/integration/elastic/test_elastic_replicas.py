@@ -70,8 +70,8 @@ def test_two_hosts_that_differ_again_after_going_back_follow_rank_0(
 ) -> None:
     flips = [fault("flip", "step", node=1, step=step, is_repeated=True) for step in (6, 11)]
     sets = ["spec.training.reproducibility.elastic=fast"]
-    # Two: it depends on timing whether step 10 was reported before the difference was found, so that the
-    # second time is no progress.
+    # Two: it depends on timing whether step 10 was reported before the difference was found, so that its
+    # repetition is not progress.
     cluster = make_elastic(expect=2, options=("--max-failures", "2")).start(
         faults=flips, sets=sets
     )

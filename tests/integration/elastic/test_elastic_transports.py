@@ -44,7 +44,8 @@ def test_a_hard_change_while_the_next_group_forms_kills_no_survivor(
 def test_a_state_whose_source_dies_during_the_transfer_is_not_used(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    """Two other nodes hold the state; a newcomer that believed in what had arrived would feed it to them."""
+    """Two other nodes hold the state. A joining node that used an incomplete transfer would pass it on to
+    them."""
     hold = fault("hold", "slot", node=0, step=4, name="held")
     death = fault("SIGKILL", "send", node=0, call=6, to="node", name="kill")
     cluster = make_elastic().start(faults=[hold, death], **ASYNCHRONOUS)

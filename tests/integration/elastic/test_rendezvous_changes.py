@@ -64,7 +64,7 @@ def test_nodes_join_and_leave_and_the_run_ends_with_exit_code_0(
     assert cluster.status()["generation"] == sixth
     assert {node: cluster.worker(node) for node in workers} == workers
 
-    # One finishes early, the other later; both end well, and so does who comes when all is over.
+    # One finishes early, the other later; both end successfully, and so does a node that joins after the end.
     (cluster.directory / "linger-10").touch()
     cluster.finish_training()
     cluster.until(

@@ -98,9 +98,9 @@ class ScriptRun:
                     return int(child)
         raise AssertionError(f"node {index} is not there; {self.output[-2000:]}")
 
-    def until(self, is_so: Callable[[], bool], what: str) -> None:
+    def until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + PATIENCE
-        while not is_so():
+        while not condition():
             assert self.launcher.poll() is None, (
                 f"ended before {what}: {self.output[-4000:]}"
             )
@@ -423,8 +423,7 @@ def test_a_script_that_fails_ends_the_run_with_its_root_cause(
 def test_three_nodes_whose_workers_fail_repeatedly_use_up_the_budget_on_a_busy_machine(
     make: Make,
 ) -> None:
-    # All cores are taken, so that the nodes are slow to import, fork and answer; the failures count all the
-    # same.
+    # All cores are busy, so the nodes are slow to import, fork and answer; the failures count nevertheless.
     hogs = [
         subprocess.Popen([sys.executable, "-c", "while True: pass"])
         for _ in range(os.cpu_count() or 1)

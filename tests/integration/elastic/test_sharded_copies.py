@@ -279,7 +279,8 @@ def combine(world: World, directory: Path) -> dict[str, tuple[float, int]]:
     compiled, copy, left = nn.Module.compile, recomputation.copy_to_host, Counter[str]()
 
     def compile_plainly(self: nn.Module, **options: Any) -> None:
-        # Traced and cut into graphs as ever; only the kernels are torch's own, so that no compiler is needed.
+        # Traced and split into graphs as usual; only the kernels are those of torch, so that no compiler is
+        # needed.
         compiled(self, backend="aot_eager", **options)
 
     def counting(tensor: torch.Tensor) -> torch.Tensor:

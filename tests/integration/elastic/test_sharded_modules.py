@@ -449,7 +449,7 @@ def test_modules_that_a_task_calls_between_steps_are_resharded_afterwards(
 
 
 class Leaving(Distilled):
-    """Rank 1 is gone when the others gather a weight."""
+    """Rank 1 exits before the others gather a weight."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

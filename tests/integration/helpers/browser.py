@@ -72,7 +72,7 @@ class Browser:
         with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             return json.load(answer)["value"]
 
-    def tell(self, command: str, **parameters: Any) -> Any:
+    def send_command(self, command: str, **parameters: Any) -> Any:
         """Send a command of the Chrome DevTools protocol, and return its result."""
         return self._ask(
             "POST", "/goog/cdp/execute", {"cmd": command, "params": parameters}
@@ -106,18 +106,20 @@ class Browser:
 
         ``width`` and ``height``: size of the window in pixels. ``scheme``: light or dark.
         """
-        self.tell(
+        self.send_command(
             "Emulation.setDeviceMetricsOverride",
             width=width,
             height=height,
             deviceScaleFactor=1,
             mobile=False,
         )
-        self.tell(
+        self.send_command(
             "Emulation.setEmulatedMedia",
             features=[{"name": "prefers-color-scheme", "value": scheme}],
         )
-        shot = self.tell("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        shot = self.send_command(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=True
+        )
         return Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
 
     def close(self) -> None:

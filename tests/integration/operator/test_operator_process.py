@@ -340,8 +340,8 @@ def settings(**more: str) -> OperatorSettings:
     )
 
 
-def in_one_process(tmp_path: Path, story: Any, **options: str) -> None:
-    """Run ``story`` with a server, and a service whose token is in a file."""
+def in_one_process(tmp_path: Path, scenario: Any, **options: str) -> None:
+    """Run ``scenario`` with a server, and a service whose token is in a file."""
     import certifi
 
     async def main() -> None:
@@ -360,7 +360,7 @@ def in_one_process(tmp_path: Path, story: Any, **options: str) -> None:
         task = asyncio.create_task(service.run())
         try:
             await until(lambda: service.vitals.is_synced)
-            await story(server, service)
+            await scenario(server, service)
         finally:
             service._stop.set()
             await asyncio.wait_for(task, PATIENCE)
@@ -386,7 +386,7 @@ def pods_of(store: Store) -> list[str]:
 
 
 def test_watches_and_writes_continue_after_the_token_was_rotated(tmp_path: Path) -> None:
-    async def story(server: FakeServer, service: Service) -> None:
+    async def scenario(server: FakeServer, service: Service) -> None:
         server.tokens = {"first"}
         create(server.store, "a")
         await until(lambda: len(pods_of(server.store)) == 3)
@@ -396,25 +396,25 @@ def test_watches_and_writes_continue_after_the_token_was_rotated(tmp_path: Path)
         create(server.store, "b")
         await until(lambda: len(pods_of(server.store)) == 6)
 
-    in_one_process(tmp_path, story)
+    in_one_process(tmp_path, scenario)
 
 
 def test_a_pod_deleted_while_the_watch_was_disconnected_is_found_by_the_next_list(
     tmp_path: Path,
 ) -> None:
-    async def story(server: FakeServer, service: Service) -> None:
+    async def scenario(server: FakeServer, service: Service) -> None:
         create(server.store, "a")
         await until(lambda: len(pods_of(server.store)) == 3)
         server.store.remove("pods", "ns", "a-1-0", is_silent=True)
         await until(lambda: "a-1-1" in pods_of(server.store))
 
-    in_one_process(tmp_path, story, resync_seconds="1")
+    in_one_process(tmp_path, scenario, resync_seconds="1")
 
 
 def test_a_worker_that_hangs_makes_the_operator_unhealthy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story(server: FakeServer, service: Service) -> None:
+    async def scenario(server: FakeServer, service: Service) -> None:
         assert service.vitals.find_stall() is None
         monkeypatch.setattr(
             "evergrad_operator.edge.metrics.health_checks.STALLED_SECONDS", 0.2
@@ -428,13 +428,13 @@ def test_a_worker_that_hangs_makes_the_operator_unhealthy(
         await until(lambda: service.vitals.find_stall() is not None)
         assert "work stands still" in str(service.vitals.find_stall())
 
-    in_one_process(tmp_path, story)
+    in_one_process(tmp_path, scenario)
 
 
 def test_a_watch_that_is_behind_makes_the_operator_unhealthy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story(server: FakeServer, service: Service) -> None:
+    async def scenario(server: FakeServer, service: Service) -> None:
         monkeypatch.setattr(
             "evergrad_operator.edge.metrics.health_checks.STALLED_SECONDS", 0.3
         )
@@ -444,7 +444,7 @@ def test_a_watch_that_is_behind_makes_the_operator_unhealthy(
         await service.sync.resync()
         await until(lambda: "watch is behind" in str(service.vitals.find_stall()))
 
-    in_one_process(tmp_path, story)
+    in_one_process(tmp_path, scenario)
 
 
 def test_three_quiet_minutes_after_a_killed_pod_leave_the_operator_healthy(
@@ -465,7 +465,7 @@ def test_three_quiet_minutes_after_a_killed_pod_leave_the_operator_healthy(
                 }
                 store.change("pods", "ns", raw["metadata"]["name"], {"status": status})
 
-    async def story(server: FakeServer, service: Service) -> None:
+    async def scenario(server: FakeServer, service: Service) -> None:
         ahead = [0.0]
         service.cache.expectations._clock = lambda: time.monotonic() + ahead[0]
         create(server.store, "a")
@@ -485,7 +485,7 @@ def test_three_quiet_minutes_after_a_killed_pod_leave_the_operator_healthy(
         ahead[0] = 180.0
         assert service.vitals.find_stall() is None
 
-    in_one_process(tmp_path, story)
+    in_one_process(tmp_path, scenario)
 
 
 def test_a_run_blocked_by_a_webhook_reports_it_and_starts_when_the_webhook_responds(
@@ -529,7 +529,7 @@ def test_an_object_deleted_in_a_gap_of_the_watch_is_found_by_the_periodic_list(
         "evergrad_operator.edge.cache.sync.PRUNE_SECONDS", 0.5, raising=False
     )
 
-    async def story(server: FakeServer, service: Service) -> None:
+    async def scenario(server: FakeServer, service: Service) -> None:
         create(server.store, "a")
         create(server.store, "b")
         await until(lambda: len(pods_of(server.store)) == 6)
@@ -546,4 +546,4 @@ def test_an_object_deleted_in_a_gap_of_the_watch_is_found_by_the_periodic_list(
     def replaced(node: str, store: Store) -> bool:
         return any(name.startswith("a-1-") and name != node for name in pods_of(store))
 
-    in_one_process(tmp_path, story)
+    in_one_process(tmp_path, scenario)

@@ -77,7 +77,7 @@ def test_a_run_killed_as_on_the_page_resumes_at_its_newest_checkpoint(
     alone += [] if os.geteuid() == 0 else ["--map-root-user"]
     if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("this user can make no namespace of processes.")
-    # Its first checkpoint comes long before its end, on a quick machine too.
+    # Its first checkpoint is saved long before its end, on a fast machine too.
     manifest = copy / "examples/pydoc/trainingrun.yaml"
     replace(manifest, "checkpoint: {every: {steps: 50}", "checkpoint: {every: {steps: 10}")
     _, train, kill, *_ = read_blocks("examples/pydoc/README.md")

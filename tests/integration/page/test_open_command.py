@@ -130,7 +130,7 @@ def test_a_port_is_forwarded_and_the_page_gets_the_token(
             ask(f"{address}live")
         refused.value.close()
         seen["live"] = ask(f"{address}live", token=token)
-        # The pod is replaced: the next connection goes to the new one.
+        # The pod is replaced: the next connection uses the new one.
         cluster.pods.append(cluster.pod(2, "Running"))
         ask(address)
         return True
@@ -286,7 +286,7 @@ def test_a_run_directory_opens_the_page_of_its_coordinator(
         assert main(["open", str(tmp_path)]) == 0
     assert opened == [one.url]
     assert capsys.readouterr().out == f"page {one.url}\n"
-    # A process that is gone has left its file behind because it was killed.
+    # A killed process has left its file.
     assert main(["open", str(tmp_path)]) == 64
 
 

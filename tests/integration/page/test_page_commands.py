@@ -40,10 +40,8 @@ def find_free_port() -> str:
 
 
 @contextmanager
-def in_a_terminal_of_its_own(
-    script: str, folder: Path
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a block that ends by itself after the others; kill its remaining processes."""
+def in_a_separate_terminal(script: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a block that ends after the others without help; kill its remaining processes."""
     with (folder / "terminal.log").open("wb") as log:
         process = subprocess.Popen(
             ["bash", "-c", f"set -e\n{script}"],
@@ -79,7 +77,7 @@ def test_two_terminals_train_an_example_script_as_on_its_page(
     nodes = [node.replace("EVERGRAD_NODE=0", f"EVERGRAD_NODE={index}") for index in (0, 1)]
     assert nodes[0] != nodes[1]
     with (
-        in_a_terminal_of_its_own(coordinate, tmp_path) as coordinator,
+        in_a_separate_terminal(coordinate, tmp_path) as coordinator,
         ThreadPoolExecutor(2) as pool,
     ):
         wait_for(
@@ -105,7 +103,7 @@ def test_a_user_script_is_a_node_under_torchrun_as_on_the_page(
         block.replace("29400", port)
         for block in read_blocks("docs/train/elastic-scripts.md")
     )
-    with in_a_terminal_of_its_own(coordinate, tmp_path) as coordinator:
+    with in_a_separate_terminal(coordinate, tmp_path) as coordinator:
         wait_for(
             lambda: (tmp_path / "demo.token").exists() or coordinator.poll() is not None,
             "the token",

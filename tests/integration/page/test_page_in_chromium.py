@@ -121,7 +121,7 @@ def test_the_page_follows_the_run_while_it_is_open(browser: Browser, site: Site)
         browser,
         "document.getElementById('events').innerText.includes('node 1 is gone: silence')",
     )
-    # A restart from a checkpoint goes back; what was lost leaves the curve.
+    # A restart from a checkpoint goes back; lost steps are removed from the curve.
     site.step = 30
     site.train(2)
     wait(browser, "document.title.includes('step 32')")
@@ -134,7 +134,7 @@ def test_curves_and_buttons_can_be_used_by_keyboard(browser: Browser, site: Site
 
     def press(key: str) -> None:
         for kind in ("keyDown", "keyUp"):
-            browser.tell("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+            browser.send_command("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
     browser.run("document.querySelector('.canvas').focus()")
     assert browser.run("return getComputedStyle(document.activeElement).outlineStyle") != ""
@@ -293,7 +293,7 @@ def test_all_evaluation_sets_have_a_curve_and_sets_without_a_plot_are_named(
         one.train(10)
         open_page(browser, one, step=10)
         shown = browser.run(f"return {titles}")
-        # The one over the time comes last, and is there however many others there are.
+        # The curve over the time is the last one, after any number of others.
         assert len(shown) == 65 and shown[-1] == "Processes and nodes"
         assert "number_36" in shown
         assert len([name for name in shown if name.startswith("Evaluation")]) == 24
@@ -303,7 +303,7 @@ def test_all_evaluation_sets_have_a_curve_and_sets_without_a_plot_are_named(
         )
         assert left_out.endswith(", Evaluation: score_29.")
 
-        # Plots that are there get a curve for each set that comes later.
+        # Existing plots get a curve for each set that is added later.
         one.num_sets = MOST_SETS
         one.train(1)
         wait(browser, f"{curves}.length === {MOST_SETS}")
@@ -396,8 +396,8 @@ def test_a_drawing_error_is_shown_on_the_page(browser: Browser, site: Site) -> N
 
 
 def heap_bytes(browser: Browser) -> int:
-    browser.tell("HeapProfiler.collectGarbage")
-    return int(browser.tell("Runtime.getHeapUsage")["usedSize"])
+    browser.send_command("HeapProfiler.collectGarbage")
+    return int(browser.send_command("Runtime.getHeapUsage")["usedSize"])
 
 
 def count(browser: Browser, what: str) -> int:
@@ -415,7 +415,7 @@ def test_eight_hours_at_ten_steps_a_second_use_bounded_browser_memory(
     seconds = 8 * 3600
     for begin in range(1, seconds, 600):
         site.train(min(600, seconds - begin), steps_a_second=10)
-        # The page has read them all before the next ones come.
+        # The page has read all updates before the next ones are sent.
         wait(browser, f"document.title.includes('step {site.step:,}')")
         if begin % 2400 == 1:
             assert heap_bytes(browser) < MOST_BYTES

@@ -1,4 +1,4 @@
-"""Plays the README's tour in its order, as a newcomer would, and looks at what each command leaves."""
+"""Executes the README's tour in order, like a new user, and checks the result of each command."""
 
 import os
 import re
@@ -66,10 +66,10 @@ def test_the_readme_tour_works_in_order_and_each_command_ends_as_its_comment_sta
         )
         output[command] = done.stdout
     assert "Nothing to do" not in "".join(output.values())
-    check_what_the_tour_left(tmp_path / "runs")
+    check_files_of_the_tour(tmp_path / "runs")
 
 
-def check_what_the_tour_left(runs: Path) -> None:
+def check_files_of_the_tour(runs: Path) -> None:
     """The stopped run continued at its next step and is complete; exported weights and reports exist."""
     rows = [
         line

@@ -102,7 +102,7 @@ def spans(browser: Browser) -> list[list[float]]:
 
 def press(browser: Browser, key: str) -> None:
     for kind in ("keyDown", "keyUp"):
-        browser.tell("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+        browser.send_command("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
 
 class Mouse:
@@ -116,25 +116,29 @@ class Mouse:
             f"const box = {over}; return [box.left, box.top + box.height / 2, box.width]"
         )
 
-    def _tell(self, kind: str, place: float, **more: Any) -> None:
+    def _dispatch(self, kind: str, place: float, **more: Any) -> None:
         x = self._left + self._width * place
-        self._browser.tell("Input.dispatchMouseEvent", type=kind, x=x, y=self._top, **more)
+        self._browser.send_command(
+            "Input.dispatchMouseEvent", type=kind, x=x, y=self._top, **more
+        )
 
     def move(self, place: float) -> None:
-        self._tell("mouseMoved", place)
+        self._dispatch("mouseMoved", place)
 
     def drag(self, begin: float, end: float) -> None:
         self.move(begin)
-        self._tell("mousePressed", begin, button="left", buttons=1, clickCount=1)
+        self._dispatch("mousePressed", begin, button="left", buttons=1, clickCount=1)
         for part in (0.5, 1.0):
             place = begin + (end - begin) * part
-            self._tell("mouseMoved", place, button="left", buttons=1)
-        self._tell("mouseReleased", end, button="left", clickCount=1)
+            self._dispatch("mouseMoved", place, button="left", buttons=1)
+        self._dispatch("mouseReleased", end, button="left", clickCount=1)
 
     def double_click(self, place: float) -> None:
         for number in (1, 2):
-            self._tell("mousePressed", place, button="left", buttons=1, clickCount=number)
-            self._tell("mouseReleased", place, button="left", clickCount=number)
+            self._dispatch(
+                "mousePressed", place, button="left", buttons=1, clickCount=number
+            )
+            self._dispatch("mouseReleased", place, button="left", clickCount=number)
 
 
 @pytest.mark.parametrize("width", [360, 720, 1180, 1920])
@@ -267,19 +271,19 @@ def test_the_printed_page_has_the_pictures(
     browser.view(width=1180, scheme="light")
     browser.open(site[0])
     assert len(shown(browser, ".uplot")) == NUM_PLOTS
-    browser.tell("Emulation.setEmulatedMedia", media="print")
+    browser.send_command("Emulation.setEmulatedMedia", media="print")
     try:
         for width in (1180, 680):
-            browser.tell(
+            browser.send_command(
                 "Emulation.setDeviceMetricsOverride",
                 width=width, height=900, deviceScaleFactor=1, mobile=False,
             )  # fmt: skip
             assert shown(browser, ".uplot") == shown(browser, "#hint") == []
             # The loss and the split have two forms each, of which one is shown.
             assert len(shown(browser, "svg.plot")) == NUM_PLOTS
-        pdf = base64.b64decode(browser.tell("Page.printToPDF")["data"])
+        pdf = base64.b64decode(browser.send_command("Page.printToPDF")["data"])
     finally:
-        browser.tell("Emulation.setEmulatedMedia", media="")
+        browser.send_command("Emulation.setEmulatedMedia", media="")
     assert pdf.startswith(b"%PDF")
     assert 2 <= len(re.findall(rb"/Type\s*/Page\b", pdf)) <= 8
 
@@ -289,7 +293,7 @@ def test_without_scripts_the_pictures_are_shown(
     browser: Browser, site: tuple[str, list[str]], width: int
 ) -> None:
     browser.view(width=width, scheme="light")
-    browser.tell("Emulation.setScriptExecutionDisabled", value=True)
+    browser.send_command("Emulation.setScriptExecutionDisabled", value=True)
     try:
         browser.log("browser")
         browser.open(site[0])
@@ -303,7 +307,7 @@ def test_without_scripts_the_pictures_are_shown(
         assert shown(browser, "#hint") == []
         assert browser.log("browser") == []
     finally:
-        browser.tell("Emulation.setScriptExecutionDisabled", value=False)
+        browser.send_command("Emulation.setScriptExecutionDisabled", value=False)
 
 
 def test_an_injected_script_does_not_run(

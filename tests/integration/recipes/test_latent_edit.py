@@ -255,8 +255,7 @@ def test_invalid_corpora_are_refused_before_training(
 
 
 def write_encoder(folder: Path) -> None:
-    """A directory as a pretrained encoder comes: configuration, tokenizer, and weights that are not looked
-    into."""
+    """A directory like that of a pretrained encoder: configuration, tokenizer, and weights that are not read."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""The recipe of edits while nodes are lost and come: every group computes the same items and the same bits."""
+"""The recipe of edits while nodes are lost and join: every group computes the same items and the same bits."""
 
 import shutil
 import signal
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 def edits(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Experiment]:
-    """Its directory ``undisturbed`` was trained by one process in peace."""
+    """Its directory ``undisturbed`` was trained by one undisturbed process."""
     one = Experiment(tmp_path_factory.mktemp("edits"))
     write_corpus(one.path / "corpus")
     one.write(training({"features": request.param}, horizon={"steps": STEPS}))

@@ -53,7 +53,7 @@ def write_lora(experiment: Experiment, **changes: Any) -> None:
 
 @pytest.fixture(scope="module")
 def adapted(make_experiment: Callable[[], Experiment]) -> Experiment:
-    """An experiment whose run ``undisturbed`` was trained by one process in peace."""
+    """An experiment whose run ``undisturbed`` was trained by one undisturbed process."""
     experiment = make_experiment()
     write_lora(experiment)
     train_undisturbed(experiment)

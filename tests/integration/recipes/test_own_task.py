@@ -66,8 +66,8 @@ def make_own(own: Experiment, tmp_path: Path) -> Iterator[Callable[..., Cluster]
 def test_three_nodes_of_which_two_die_end_bit_equal_to_an_undisturbed_run(
     own: Experiment, make_own: Callable[..., Cluster]
 ) -> None:
-    """One is killed within a step and replaced, another between two; the newcomer is given the average of the
-    weights, too."""
+    """One node is killed within a step and replaced, another between two steps; the joining node also
+    receives the average of the weights."""
     kills = [
         fault("SIGKILL", "slot", node=1, step=3, to="node", name="first"),
         fault("SIGKILL", "report", node=2, step=8, to="node", name="second"),

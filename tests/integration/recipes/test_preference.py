@@ -50,7 +50,7 @@ def write(experiment: Experiment, **changes: Any) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experiment]:
-    """Its directory ``undisturbed`` was trained by one process in peace."""
+    """Its directory ``undisturbed`` was trained by one undisturbed process."""
     one = Experiment(tmp_path_factory.mktemp("preference"))
     write(one)
     train_undisturbed(one)

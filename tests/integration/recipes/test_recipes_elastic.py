@@ -1,4 +1,4 @@
-"""Every recipe while nodes leave, die and join: whatever happens to one of two nodes, the bits equal those of
+"""Every recipe while nodes leave, die and join: after any event on one of two nodes, the bits equal those of
 an undisturbed run."""
 
 import signal

@@ -143,7 +143,8 @@ def test_an_evaluation_measures_the_model_alone_and_its_distance_from_the_refere
         for step in (8, STEPS):
             loss, its_tokens, more = found[step, name]
             assert its_tokens == tokens and more.keys() == {"reference_loss", "kl"}
-            # The reference is the model of the boundary: its loss on the same text is what was measured there.
+            # The reference is the model of the boundary: its loss on the same text equals the measurement at
+            # the boundary.
             assert more["reference_loss"] == pytest.approx(at_boundary, rel=1e-6)
             assert more["kl"] > 0 and loss != at_boundary
 

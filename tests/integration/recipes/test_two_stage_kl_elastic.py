@@ -15,7 +15,7 @@ BOUNDARY = 6
 
 @pytest.fixture(scope="module")
 def two_stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experiment]:
-    """Its directory ``undisturbed`` was trained by one process in peace."""
+    """Its directory ``undisturbed`` was trained by one undisturbed process."""
     one = Experiment(tmp_path_factory.mktemp("two-stages"))
     write_documents(one.path / "documents.jsonl")
     write_documents(one.path / "more.jsonl", seed=7)

@@ -37,8 +37,8 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
 
 
 class KillAt:
-    """Kills the victim when the armed point is reached: at a rank's own points by itself, at rank 0's points
-    by rank 0."""
+    """Kills the victim when the armed point is reached: a rank kills itself at its own points, and rank 0
+    kills it at rank 0's points."""
 
     def __init__(self, point: str, victim: int, pids: list[int]) -> None:
         self._point, self._victim, self._pids = point, victim, pids

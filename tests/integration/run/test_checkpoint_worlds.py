@@ -603,8 +603,8 @@ def test_weights_of_another_run_load_into_shards(tmp_path: Path) -> None:
 
 
 def leave_a_frozen_peer(world: World, directory: Path) -> None:
-    """Rank 1 stops moving within a save; rank 0 has to leave by an exception and end by itself, atexit hooks
-    included."""
+    """Rank 1 blocks within a save; rank 0 must leave by an exception and end without help, including atexit
+    hooks."""
     pids = world.gather_json(os.getpid())
 
     class Freeze:

@@ -135,7 +135,7 @@ def test_an_evaluation_interrupted_by_a_stop_resumes_midway(
     evaluate(fault("batch", call=10, action="SIGTERM")).expect(STOPPED_SAVED)
     (cut,) = (finished / "evaluations" / ".cut").iterdir()
     assert json.loads(cut.read_text())["done"] == 12
-    # Killed, if what was measured were measured again: one batch more than are left.
+    # Killed if measured batches were measured again: one batch more than remain.
     left = num_batches - 12
     (row,) = results_of(evaluate(fault("batch", call=left + 1, action="SIGKILL")))
     assert row["batches"] == num_batches and not cut.exists()
@@ -185,7 +185,7 @@ def test_a_stopped_watch_resumes_where_it_ended(experiment: Experiment) -> None:
             faults=faults,
         )
 
-    # In the middle of a set; then while it waits for a checkpoint that does not come.
+    # In the middle of a set; then while it waits for a checkpoint that is never saved.
     watch(fault("batch", call=5, action="SIGTERM")).wait().expect(STOPPED_SAVED)
     assert list(folder.glob("*.json")) == []
     waiting = watch()

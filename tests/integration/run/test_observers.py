@@ -190,7 +190,7 @@ def make_tracked(tracked: Experiment, tmp_path: Path) -> Iterator[Callable[..., 
 def test_three_nodes_of_which_rank_0_dies_twice_are_shown_as_one_run_without_gaps(
     tracked: Experiment, make_tracked: Callable[..., Cluster], tracker: str
 ) -> None:
-    """Killed within a step, and between an update and its record; a newcomer takes the first one's place."""
+    """Killed within a step, and between an update and its record; a joining node replaces the first one."""
     kills = [
         elastic_fault("SIGKILL", "slot", rank=0, step=4, to="node", name="first"),
         elastic_fault("SIGKILL", "report", rank=0, step=9, to="node", name="second"),
@@ -313,7 +313,7 @@ def test_an_early_stop_is_decided_equally_after_a_kill_and_is_final(
     (alert,) = events(experiment.at("whole"), "alert")
     assert (alert["step"], alert["monitor"], alert["policy"]) == (3, "early stop", "stop")
 
-    # The kill comes in step 4, after a checkpoint of step 3, which contains all earlier observations.
+    # The kill happens in step 4, after a checkpoint of step 3, which contains all earlier observations.
     experiment.run(faults=[fault("step", call=4, action="SIGKILL")], expect=-9)
     experiment.run(expect=STOPPED_SAVED)
     assert stops(experiment.at()) == [("observer", 4, True)]

@@ -1,5 +1,5 @@
-"""Products in fp16: gradients overflow, the scale of the loss falls until they fit, and the bits equal those
-of an undisturbed run, whatever happens meanwhile."""
+"""Products in fp16: gradients overflow, the loss scale falls until they fit, and the bits equal those of an
+undisturbed run after any event."""
 
 from collections.abc import Callable
 
@@ -44,7 +44,7 @@ def write_loud(experiment: Experiment, **changes: object) -> None:
 
 @pytest.fixture(scope="module")
 def loud(make_experiment: Callable[[], Experiment]) -> Experiment:
-    """An experiment whose run ``undisturbed`` was trained by one process in peace."""
+    """An experiment whose run ``undisturbed`` was trained by one undisturbed process."""
     experiment = make_experiment()
     write_loud(experiment)
     train_undisturbed(experiment)
@@ -97,7 +97,7 @@ def test_a_run_killed_while_the_scale_falls_resumes_bit_equal(
 def test_a_lost_node_and_a_joining_node_change_neither_scale_nor_bits(
     loud: Experiment, make_elastic: Callable[..., Cluster]
 ) -> None:
-    # A step that overflows makes no update: the first update comes after the join.
+    # A step that overflows makes no update: the first update follows the join.
     first = assert_falls_and_learns(loud, "undisturbed") + 1
     kill = fault("SIGKILL", "update", node=1, step=first, to="node", name="kill")
     hold = fault("hold", "slot", node=0, step=3, name="held")

@@ -1,5 +1,5 @@
-"""Each optimizer's state is saved, resumed, computed alike by several processes, and handed to nodes that come
-late: bit-equal to an undisturbed run of one process."""
+"""Each optimizer's state is saved, resumed, computed alike by several processes, and transferred to nodes
+that join late: bit-equal to an undisturbed run of one process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +44,7 @@ PIECES = {
 def trained(
     request: pytest.FixtureRequest, make_experiment: Callable[[], Experiment]
 ) -> Experiment:
-    """An experiment whose run ``undisturbed`` was trained by one process in peace."""
+    """An experiment whose run ``undisturbed`` was trained by one undisturbed process."""
     experiment = make_experiment()
     changes = {
         "optimizer": OPTIMIZERS[request.param],
@@ -95,7 +95,7 @@ def test_a_lost_node_and_a_joining_node_change_no_bit(
     assert cluster.has_happened("kill")
     cluster.check(trained.at("undisturbed"))
     assert len(cluster.pids(0)) == len(cluster.pids(2)) == 1
-    # The newcomer was fed, and then trained.
+    # The joining node received the state, and then trained.
     assert cluster.steps(3)[-1] == STEPS and cluster.steps(3)[0] > 4
 
 

@@ -536,7 +536,7 @@ def test_a_best_mark_of_a_missing_checkpoint_is_moved_and_a_valid_mark_is_kept(
     for step in (10, 20):
         solo.save(step)
     solo.manager.mark_best(20)
-    # As a start moves a damaged checkpoint away, and continues with one that has another best.
+    # A start moves a damaged checkpoint away, and continues with one that has another best.
     shutil.rmtree(solo.directory / "step-20")
     solo.manager.mark_best(10)
     pointer = solo.directory / "best.json"
@@ -692,7 +692,7 @@ DAMAGE = [
 ]
 
 
-def begin_again(make_solo: MakeSolo, *, damage: Callable[[Path], None] = flip) -> Any:
+def restart(make_solo: MakeSolo, *, damage: Callable[[Path], None] = flip) -> Any:
     """The next process of a run whose newer checkpoint of two, step-1200, is damaged."""
     solo = make_solo()
     solo.save(1000)
@@ -708,7 +708,7 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_older_one_loads(
     damage: Callable[[Path], None],
     reason: str,
 ) -> None:
-    again = begin_again(make_solo, damage=damage)
+    again = restart(make_solo, damage=damage)
     with caplog.at_level(logging.ERROR):
         assert again.restore() == 1000
     (fallback, fields), (restored, _) = again.events
@@ -732,7 +732,7 @@ def test_an_unreported_fallback_is_reported_by_the_next_process(
     make_solo: MakeSolo,
 ) -> None:
     """The only process may be killed between the quarantine of a checkpoint and its first event."""
-    lost = begin_again(make_solo)
+    lost = restart(make_solo)
     lost.restore()
     ((_, reported), _) = lost.events
 
@@ -751,7 +751,7 @@ def test_an_unreported_fallback_is_reported_by_the_next_process(
 
 
 def test_a_surviving_process_reports_its_fallback_once(make_solo: MakeSolo) -> None:
-    again = begin_again(make_solo)
+    again = restart(make_solo)
     again.restore()
     again.manager.note_announced()
     assert [name for name, _ in again.events] == ["fallback", "restored"]

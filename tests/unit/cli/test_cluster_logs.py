@@ -153,7 +153,7 @@ def test_a_run_without_pods_refers_to_its_volume(
     )
 
 
-class Story:
+class Scenario:
     """A run whose node 0 is replaced while it is followed, and which then ends."""
 
     def __init__(self, api: Api, make_run: Make) -> None:
@@ -192,7 +192,7 @@ class Story:
 def test_follow_switches_to_the_replacement_of_a_pod_and_ends_with_the_run(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    story = Story(api, make_run)
+    scenario = Scenario(api, make_run)
     pods(api, pod(0), pod(1))
 
     def killed() -> str:
@@ -200,12 +200,12 @@ def test_follow_switches_to_the_replacement_of_a_pod_and_ends_with_the_run(
         return lines("step 1", "killed")
 
     def done() -> str:
-        story.is_over = True
+        scenario.is_over = True
         pods(api, pod(0, 1, state="terminated"), pod(1))
         return lines("step 2", "complete", first=10)
 
-    story.stream("docs-lm-0-0", killed)
-    story.stream("docs-lm-0-1", done)
+    scenario.stream("docs-lm-0-0", killed)
+    scenario.stream("docs-lm-0-1", done)
     assert call(api, "-f") == 0
     captured = capsys.readouterr()
     assert captured.out.splitlines() == [
@@ -220,14 +220,14 @@ def test_follow_switches_to_the_replacement_of_a_pod_and_ends_with_the_run(
 def test_a_broken_stream_resumes_without_a_lost_or_repeated_line(
     api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    story = Story(api, make_run)
+    scenario = Scenario(api, make_run)
     pods(api, pod(0))
 
-    story.stream(
+    scenario.stream(
         "docs-lm-0-0",
         lines("one", "two"),
         (500, "the server restarts"),
-        story.ending("one", "two", "three"),
+        scenario.ending("one", "two", "three"),
     )
     assert call(api, "-f") == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -291,15 +291,15 @@ def test_if_the_first_node_stays_away_another_is_followed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(log_following, "_GONE_SECONDS", 0.05)
-    story = Story(api, make_run)
+    scenario = Scenario(api, make_run)
     pods(api, pod(0), pod(1))
 
     def killed() -> str:
         pods(api, pod(0, state="terminated"), pod(1))
         return lines("killed")
 
-    story.stream("docs-lm-0-0", killed)
-    story.stream("docs-lm-1-0", story.ending("going on"))
+    scenario.stream("docs-lm-0-0", killed)
+    scenario.stream("docs-lm-1-0", scenario.ending("going on"))
     assert call(api, "-f") == 0
     captured = capsys.readouterr()
     assert captured.out.splitlines() == ["[node 0] killed", "[node 1] going on"]
@@ -313,15 +313,15 @@ def test_a_node_that_starts_late_is_followed_in_addition_to_its_substitute(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(log_following, "_GONE_SECONDS", 0.05)
-    story = Story(api, make_run)
+    scenario = Scenario(api, make_run)
     pods(api, pod(0, state="waiting"), pod(1))
 
     def late() -> str:
         pods(api, pod(0), pod(1))
         return ""
 
-    story.stream("docs-lm-1-0", late)
-    story.stream("docs-lm-0-0", story.ending("the run's words"))
+    scenario.stream("docs-lm-1-0", late)
+    scenario.stream("docs-lm-0-0", scenario.ending("the run's words"))
     assert call(api, "-f") == 0
     captured = capsys.readouterr()
     assert captured.out.splitlines() == ["[node 0] the run's words"]
@@ -421,10 +421,10 @@ def test_output_that_cannot_be_read_for_long_is_reported_once_and_retried(
 
 
 def test_follow_ends_when_its_output_is_closed(make_run: Make) -> None:
-    def say_to_nobody(line: Line) -> None:
+    def print_to_closed_pipe(line: Line) -> None:
         raise BrokenPipeError
 
     cluster = BreakingCluster(make_run, num_lines=20, lines_each=2)
     with pytest.raises(BrokenPipeError):
-        follow(cluster, say_to_nobody)
+        follow(cluster, print_to_closed_pipe)
     assert not cluster.is_over

@@ -336,7 +336,7 @@ def add_checkpoint(path: Path, step: int, **fields: Any) -> Path:
     return checkpoint
 
 
-def going(path: Path, *, keep: int = 1, now: float = NOW, **rest: Any) -> list[str]:
+def removable(path: Path, *, keep: int = 1, now: float = NOW, **rest: Any) -> list[str]:
     found = find_leftovers(path, keep=keep, now=now, **rest)
     return sorted(Path(one.name).name for one in found if not one.is_kept)
 
@@ -345,8 +345,8 @@ def test_superseded_checkpoints_and_attempts_of_a_complete_run_are_leftovers(
     tmp_path: Path,
 ) -> None:
     run = make_directory(tmp_path / "first")
-    assert going(run) == ["step-1", "step-2", "step-3", "step-9.g1.9"]
-    assert going(run, keep=3) == ["step-1", "step-9.g1.9"]
+    assert removable(run) == ["step-1", "step-2", "step-3", "step-9.g1.9"]
+    assert removable(run, keep=3) == ["step-1", "step-9.g1.9"]
 
 
 def test_permanent_checkpoints_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -354,22 +354,22 @@ def test_permanent_checkpoints_and_the_best_are_kept(tmp_path: Path) -> None:
     add_checkpoint(run, 1, extra={"permanent": True})
     add_checkpoint(run, 2, best=True)
     (run / "checkpoints" / "best.json").write_text('{"checkpoint": "step-3"}')
-    assert going(run) == ["step-9.g1.9"]
+    assert removable(run) == ["step-9.g1.9"]
 
 
 def test_a_damaged_checkpoint_does_not_count_and_is_kept(tmp_path: Path) -> None:
     run = make_directory(tmp_path / "first")
     (run / "checkpoints" / "step-4" / "rank-0.bin").write_bytes(b"x")
     (run / "checkpoints" / "step-1" / "manifest.json").write_text('{"format": 2}')
-    assert going(run) == ["step-2", "step-9.g1.9"], "step 3 is the newest whole one"
+    assert removable(run) == ["step-2", "step-9.g1.9"], "step 3 is the newest whole one"
 
 
 def test_files_that_a_run_may_still_need_are_kept(tmp_path: Path) -> None:
-    assert going(make_directory(tmp_path / "half", is_complete=False)) == []
+    assert removable(make_directory(tmp_path / "half", is_complete=False)) == []
     run = make_directory(tmp_path / "first")
-    assert going(run, now=NOW - 3600 + 60) == [], "it was written to a minute ago"
+    assert removable(run, now=NOW - 3600 + 60) == [], "it was written to a minute ago"
     (run / "run.json").write_text('{"recipe": "two_stage_kl"}')
-    assert going(run) == []
+    assert removable(run) == []
 
 
 def test_a_run_that_an_unfinished_run_starts_from_is_kept_completely(
@@ -377,9 +377,9 @@ def test_a_run_that_an_unfinished_run_starts_from_is_kept_completely(
 ) -> None:
     run = make_directory(tmp_path / "first")
     other = make_directory(tmp_path / "second", is_complete=False)
-    assert going(run, neighbours=[run, other]) != []
+    assert removable(run, neighbours=[run, other]) != []
     (other / "run.json").write_text('{"initFrom": {"path": "../first", "step": 2}}')
-    assert going(run, neighbours=[run, other]) == []
+    assert removable(run, neighbours=[run, other]) == []
 
 
 def test_an_unreadable_run_is_kept_and_the_others_are_pruned(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_an_unreadable_run_is_kept_and_the_others_are_pruned(tmp_path: Path) -> 
     (kept,) = find_leftovers(other, keep=1, now=NOW)
     assert kept.is_kept and kept.why.startswith("not all of it can be read: ")
     assert str(other / "run.json") in kept.why
-    assert going(run, neighbours=[run, other]) != [], (
+    assert removable(run, neighbours=[run, other]) != [], (
         "a complete run needs nothing of others"
     )
 

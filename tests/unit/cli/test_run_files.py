@@ -190,13 +190,13 @@ def test_a_recreated_directory_is_read_from_its_start(
         events.unlink()
         metrics.unlink()
 
-    def begin_anew() -> None:
+    def recreate() -> None:
         # As long as the old file, and longer: only the first lines show the difference.
         append(events, start(500))
         append(metrics, *(step(number, at=500 + number) for number in range(1, 61)))
 
     first, gone, anew, more = follow_through(
-        tmp_path, monkeypatch, remove, begin_anew, lambda: append(metrics, step(61, at=561))
+        tmp_path, monkeypatch, remove, recreate, lambda: append(metrics, step(61, at=561))
     )
     assert (first["beganAt"], first["status"]["step"]) == (BEGIN, 50)
     # The content that was read stays until there is something new.
@@ -213,11 +213,11 @@ def test_a_page_forgets_the_steps_of_a_metrics_file_that_was_recreated(
     append(events, start(0))
     append(metrics, *map(step, range(1, 51)))
 
-    def begin_anew() -> None:
+    def recreate() -> None:
         metrics.unlink()
         append(metrics, step(1, at=500), step(2, at=501))
 
-    first, forget, anew = follow_through(tmp_path, monkeypatch, begin_anew)
+    first, forget, anew = follow_through(tmp_path, monkeypatch, recreate)
     # If the beginning differs, a page discards its content; a status with a run replaces the whole status.
     assert forget["beganAt"] != first["beganAt"] == anew["beganAt"] == BEGIN
     assert forget["status"]["run"] == "docs-lm" and "steps" not in forget

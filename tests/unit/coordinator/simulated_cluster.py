@@ -144,7 +144,7 @@ class FakeNode:
                 )
             )
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Send a message. If the node is cut off or frozen, queue it until the node acts again."""
         if self.peer is None or self.peer not in self.cluster.peers:
             return
@@ -163,7 +163,7 @@ class FakeNode:
         if self.peer is None:
             return
         self.ready_for = generation
-        self.say(Ready(generation, self.workers, 1000 + int(self.name), self.step))
+        self.send(Ready(generation, self.workers, 1000 + int(self.name), self.step))
 
     def die(self, code: int | None = None) -> None:
         """End the process and its workers. If the node is cut off, the coordinator does not notice."""
@@ -189,10 +189,10 @@ class FakeNode:
                 self.connect()
             return
         while self.outbox:
-            self.say(self.outbox.popleft())
+            self.send(self.outbox.popleft())
         self.read()
         self.watch_group()
-        self.say(Ping())
+        self.send(Ping())
         if self.peer is not None and self.peer in self.cluster.peers:
             self.heard_at = now
 
@@ -206,7 +206,7 @@ class FakeNode:
                 case Welcome(generation=generation):
                     self.known = max(self.known, generation)
                     if self.is_leaving:
-                        self.say(Leaving())
+                        self.send(Leaving())
                 case Plan(generation=generation) if generation > (
                     self.group.generation if self.group else 0
                 ):
@@ -226,11 +226,11 @@ class FakeNode:
                         message.world_size,
                     )
                     self.step = self.cluster.agree_on_step(message.generation)
-                    self.say(Up(message.generation, self.step))
+                    self.send(Up(message.generation, self.step))
                 case Leave(generation=generation, save=save):
                     if save:
                         self.cluster.saved.append(self.step)
-                    self.say(Left(generation, is_saved=save))
+                    self.send(Left(generation, is_saved=save))
                     self.die(75)
                 case End(exit_code=code) | Refused(exit_code=code):
                     self.die(code)
@@ -244,7 +244,7 @@ class FakeNode:
         if sum(one.group.workers for one in members if one.group) < group.world_size:
             self.alone += 1
             if self.alone == 3:
-                self.say(Broken(group.generation, "peer_lost"))
+                self.send(Broken(group.generation, "peer_lost"))
             return
         self.alone = 0
         if self.soft and all(one.soft and one.can_run for one in members):

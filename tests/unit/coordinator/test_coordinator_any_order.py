@@ -43,7 +43,7 @@ def leave(cluster: Cluster, node: FakeNode) -> None:
     from evergrad_coordinator.protocol import Leaving
 
     node.is_leaving = True
-    node.say(Leaving())
+    node.send(Leaving())
 
 
 def replace(cluster: Cluster, node: FakeNode) -> None:
@@ -53,7 +53,7 @@ def replace(cluster: Cluster, node: FakeNode) -> None:
 def crash_worker(cluster: Cluster, node: FakeNode) -> None:
     if node.group:
         group, node.group, node.step = node.group, None, -1
-        node.say(
+        node.send(
             Broken(
                 group.generation,
                 "worker_crash",
@@ -66,24 +66,24 @@ def crash_worker(cluster: Cluster, node: FakeNode) -> None:
 
 def report_stuck(cluster: Cluster, node: FakeNode) -> None:
     if node.group:
-        node.say(Broken(node.group.generation, "stuck"))
+        node.send(Broken(node.group.generation, "stuck"))
 
 
 def report_progress(cluster: Cluster, node: FakeNode) -> None:
     if node.group:
-        node.say(Progress(node.group.generation, node.step))
-        node.say(Boundary(node.group.generation, node.step))
+        node.send(Progress(node.group.generation, node.step))
+        node.send(Boundary(node.group.generation, node.step))
 
 
 def grow(cluster: Cluster, node: FakeNode) -> None:
     if node.group is None or node.workers < 3:
         node.workers += 1
-        node.say(Capacity(node.workers))
+        node.send(Capacity(node.workers))
 
 
 def shrink(cluster: Cluster, node: FakeNode) -> None:
     node.workers = max(0, node.workers - 1)
-    node.say(Capacity(node.workers))
+    node.send(Capacity(node.workers))
 
 
 def kill(cluster: Cluster, node: FakeNode) -> None:
@@ -95,17 +95,17 @@ def drop_connection(cluster: Cluster, node: FakeNode) -> None:
         node.disconnect()
 
 
-def end_well(cluster: Cluster, node: FakeNode) -> None:
+def end_gracefully(cluster: Cluster, node: FakeNode) -> None:
     if node.group and cluster.settings.recovery == "fresh":
         generation, node.group = node.group.generation, None
-        node.say(Done(generation))
+        node.send(Done(generation))
 
 
 DEEDS = {
     deed.__name__: deed
     for deed in (
         freeze, cut, hang, recover, leave, replace, crash_worker, report_stuck, report_progress, grow, shrink, kill,
-        drop_connection, end_well,
+        drop_connection, end_gracefully,
     )
 }  # fmt: skip
 EVENTS = st.lists(

@@ -29,7 +29,7 @@ class Connection(asyncio.Transport):
         self._peer = Peer(server, server.limits)
         self._peer.connection_made(self)
 
-    def say(self, *messages: Message) -> None:
+    def send(self, *messages: Message) -> None:
         self._peer.data_received(b"".join(encode(one) for one in messages))
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
@@ -113,20 +113,20 @@ def test_effects_that_wait_for_an_unwritable_journal_are_bounded() -> None:
     async def work(server: Server) -> None:
         nodes = [Connection(server) for _ in range(2)]
         for number, node in enumerate(nodes):
-            node.say(hello(str(number)))
+            node.send(hello(str(number)))
         await poll(lambda: server.effects.num_waiting > 0, "the first plan")
         before = server.effects.num_waiting
         for request in range(500):
-            nodes[0].say(Commit(request=request, generation=0))
+            nodes[0].send(Commit(request=request, generation=0))
         assert before < server.effects.num_waiting <= 64
 
         # Unknown nodes are refused, and connected nodes still get responses to their pings.
         late = Connection(server)
-        late.say(hello("2"))
+        late.send(hello("2"))
         assert late.is_closed and server.effects.num_waiting <= 64
         assert "again" in server.set_bounds(1, 2)
         nodes[0].sent = b""
-        nodes[0].say(Ping())
+        nodes[0].send(Ping())
         assert b'"pong"' in nodes[0].sent and not nodes[0].is_closed
 
         # The node whose message was lost must send everything again; the other node keeps its connection.
@@ -138,7 +138,7 @@ def test_effects_that_wait_for_an_unwritable_journal_are_bounded() -> None:
         )
         assert not nodes[1].is_closed
         again = Connection(server)
-        again.say(hello("0"))
+        again.send(hello("0"))
         await poll(lambda: b'"plan"' in again.sent, "the plan on a new connection")
 
     with_server(work, store=store, waiting_effects=64)
@@ -160,17 +160,17 @@ def test_a_node_whose_messages_were_dropped_is_ignored_until_it_reconnects(
     async def work(server: Server) -> None:
         nodes = [Connection(server) for _ in range(2)]
         for number, node in enumerate(nodes):
-            node.say(hello(str(number)))
+            node.send(hello(str(number)))
         await poll(lambda: server.effects.num_waiting > 0, "the first plan")
         for request in range(500):
-            nodes[0].say(Commit(request=request, generation=0))
+            nodes[0].send(Commit(request=request, generation=0))
         assert server.effects.is_full
 
         store.is_failing = False
         await poll(lambda: server.effects.num_waiting == 0, "the plan")
         late = Commit(request=501, generation=0)
-        nodes[0].say(late, Ping())
-        nodes[1].say(late)
+        nodes[0].send(late, Ping())
+        nodes[1].send(late)
         assert taken.count(late) == 1
         await poll(
             lambda: nodes[0].is_closed, "the end of the connection that was not heard"
@@ -183,7 +183,7 @@ def test_any_number_of_nodes_that_do_not_read_is_disconnected() -> None:
     async def work(server: Server) -> None:
         nodes = [Connection(server) for _ in range(600)]
         for number, node in enumerate(nodes):
-            node.say(hello(str(number)))
+            node.send(hello(str(number)))
         # From now on, no node reads fast enough: the plan to the first node closes its connection, which
         # affects all others.
         server.limits = dataclasses.replace(server.limits, unsent_bytes=-1)

@@ -43,7 +43,7 @@ class Place:
         """Open a connection until the end of the test, with its first message."""
         one = Connection(*await asyncio.open_connection("127.0.0.1", self.port))
         self.connections.append(one)
-        one.say(first)
+        one.send(first)
         return one
 
     async def join(self, name: str) -> "Connection":
@@ -64,7 +64,7 @@ class Place:
         writer.close()
         return f"{head.split()[1].decode()} {body.decode().strip()}"
 
-    def said(self, event: str) -> list[dict[str, Any]]:
+    def find_logged(self, event: str) -> list[dict[str, Any]]:
         return [fields for name, fields in self.logged if name == event]
 
 
@@ -75,10 +75,10 @@ class Connection:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    def say(self, *messages: Message) -> None:
+    def send(self, *messages: Message) -> None:
         self.writer.write(b"".join(encode(one) for one in messages))
 
-    async def hear(self) -> str:
+    async def receive(self) -> str:
         """Return the kind of the next message."""
         line = await asyncio.wait_for(self.reader.readline(), PATIENCE)
         return str(json.loads(line)["type"])
@@ -89,7 +89,7 @@ def hello(name: str) -> Hello:
 
 
 def serving(
-    story: Callable[[Place], Awaitable[None]],
+    scenario: Callable[[Place], Awaitable[None]],
     *,
     store: MemoryStore | None = None,
     silence_seconds: float = PATIENCE,
@@ -115,7 +115,7 @@ def serving(
             logged,
         )
         try:
-            await story(place)
+            await scenario(place)
         finally:
             status.close()
             await server.close()
@@ -154,7 +154,7 @@ def test_after_an_error_in_a_tick_a_silent_node_is_still_detected(
 ) -> None:
     left = break_ticks(monkeypatch)
 
-    async def story(place: Place) -> None:
+    async def scenario(place: Place) -> None:
         nodes = [await place.join(name) for name in "01"]
         await poll(lambda: len(place.server.group.nodes) == 2, "both nodes")
         left.append(1)
@@ -162,14 +162,14 @@ def test_after_an_error_in_a_tick_a_silent_node_is_still_detected(
         until = time.monotonic() + PATIENCE
         while "1" in place.server.group.nodes:
             assert time.monotonic() < until, "the silent node was not dropped"
-            nodes[0].say(Ping())
+            nodes[0].send(Ping())
             await asyncio.sleep(0.02)
         assert not left
         assert place.server.counters.internal_errors == 1
-        assert "a defect" in place.said("internal_error")[0]["error"]
+        assert "a defect" in place.find_logged("internal_error")[0]["error"]
         assert await place.health() == ("200 ok", "200 ok")
 
-    serving(story, silence_seconds=0.6)
+    serving(scenario, silence_seconds=0.6)
 
 
 def test_a_coordinator_whose_ticks_all_fail_is_unhealthy_until_one_succeeds(
@@ -178,7 +178,7 @@ def test_a_coordinator_whose_ticks_all_fail_is_unhealthy_until_one_succeeds(
     left = break_ticks(monkeypatch)
     monkeypatch.setattr(edge, "STALL_SECONDS", 0.5)
 
-    async def story(place: Place) -> None:
+    async def scenario(place: Place) -> None:
         left.extend([1] * 10**6)
         await poll(lambda: place.server.find_stall() != "", "the stall")
         healthy, ready = await place.health()
@@ -187,7 +187,7 @@ def test_a_coordinator_whose_ticks_all_fail_is_unhealthy_until_one_succeeds(
         left.clear()
         await poll(lambda: place.server.find_stall() == "", "the next tick")
 
-    serving(story)
+    serving(scenario)
 
 
 class FailingStore(MemoryStore):
@@ -205,20 +205,20 @@ def test_any_error_of_the_journal_is_retried_until_the_plan_reaches_the_nodes() 
     store = FailingStore()
     store.error = RuntimeError("can't start new thread")
 
-    async def story(place: Place) -> None:
+    async def scenario(place: Place) -> None:
         nodes = [await place.join(name) for name in "01"]
         await poll(lambda: place.server.effects.num_failures > 1, "a second try")
-        assert "can't start new thread" in place.said("journal_failed")[0]["error"]
+        assert "can't start new thread" in place.find_logged("journal_failed")[0]["error"]
         # A restart would not help, and the group continues to train.
         unready = "503 the newest generation cannot be stored"
         assert await place.health() == ("200 ok", unready)
         store.error = None
         for node in nodes:
-            while await node.hear() != "plan":
+            while await node.receive() != "plan":
                 pass
         assert await place.health() == ("200 ok", "200 ok")
 
-    serving(story, store=store)
+    serving(scenario, store=store)
 
 
 class Gone(BaseException):
@@ -229,15 +229,15 @@ def test_a_coordinator_whose_journal_task_has_ended_is_unhealthy() -> None:
     store = FailingStore()
     store.error = Gone()
 
-    async def story(place: Place) -> None:
+    async def scenario(place: Place) -> None:
         for name in "01":
             await place.join(name)
         await poll(lambda: place.server.effects.has_stopped, "the end of the task")
         stopped = "503 the journal's task has ended: no change of the group is carried out"
         assert await place.health() == (stopped, stopped)
-        await poll(lambda: bool(place.said("internal_error")), "the report")
+        await poll(lambda: bool(place.find_logged("internal_error")), "the report")
 
-    serving(story, store=store)
+    serving(scenario, store=store)
 
 
 def test_a_journal_write_that_hangs_is_shown_in_the_status(
@@ -251,7 +251,7 @@ def test_a_journal_write_that_hangs_is_shown_in_the_status(
             assert is_released.wait(PATIENCE)
             return super().advance(expected, new)
 
-    async def story(place: Place) -> None:
+    async def scenario(place: Place) -> None:
         try:
             for name in "01":
                 await place.join(name)
@@ -264,7 +264,7 @@ def test_a_journal_write_that_hangs_is_shown_in_the_status(
         await poll(lambda: place.server.effects.seconds_waiting == 0, "the plan")
         assert await place.health() == ("200 ok", "200 ok")
 
-    serving(story, store=HangingStore())
+    serving(scenario, store=HangingStore())
 
 
 class TakenStore(MemoryStore):
@@ -275,10 +275,10 @@ class TakenStore(MemoryStore):
 
 
 def test_a_superseded_coordinator_answers_no_ping_and_reports_it_on_its_pages() -> None:
-    async def story(place: Place) -> None:
+    async def scenario(place: Place) -> None:
         node = await place.join("0")
         beats = await place.connect(Beat("r", "0", "i0", token=TOKEN))
-        assert await beats.hear() == "pong"
+        assert await beats.receive() == "pong"
         await place.join("1")
         await poll(place.server.finished.done, "the end")
         assert place.server.finished.result() == ExitCode.INTERNAL
@@ -286,8 +286,8 @@ def test_a_superseded_coordinator_answers_no_ping_and_reports_it_on_its_pages() 
         # All data that arrives before these pings is read when their connections have been counted.
         before = place.server.counters.messages
         for _ in range(5):
-            node.say(Ping())
-            beats.say(Ping())
+            node.send(Ping())
+            beats.send(Ping())
         await poll(lambda: place.server.counters.messages == before + 10, "all pings")
         superseded = "503 superseded: another coordinator has taken the next generation"
         assert await place.health() == (superseded, superseded)
@@ -295,7 +295,7 @@ def test_a_superseded_coordinator_answers_no_ping_and_reports_it_on_its_pages() 
         assert b"pong" not in await asyncio.wait_for(node.reader.read(), PATIENCE)
         assert b"pong" not in await asyncio.wait_for(beats.reader.read(), PATIENCE)
 
-    serving(story, store=TakenStore())
+    serving(scenario, store=TakenStore())
 
 
 def test_a_superseded_coordinator_exits_for_any_linger_time(tmp_path: Path) -> None:

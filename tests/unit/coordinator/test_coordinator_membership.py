@@ -76,7 +76,7 @@ def hello(cluster: Cluster, **changes: Any) -> Message:
 
 def break_group(node: FakeNode, cause: BreakCause = "worker_crash", **changes: Any) -> None:
     assert node.group
-    node.say(Broken(node.group.generation, cause, **changes))
+    node.send(Broken(node.group.generation, cause, **changes))
 
 
 # ---- start -------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_a_node_without_workers_is_connected_but_not_a_member() -> None:
     cluster.run_until_running()
     assert len(cluster.go_members[1]) == 2
     nodes[2].workers = 1
-    nodes[2].say(Capacity(1))
+    nodes[2].send(Capacity(1))
     cluster.run(2)
     assert len(cluster.go_members[2]) == 3
     assert of_kind(nodes[0], Plan)[-1].hard is False
@@ -327,9 +327,9 @@ def test_the_loss_of_a_node_that_the_group_does_not_need_waits_for_the_debounce_
     node = cluster.start(9) if deed == "is no member" else nodes[2]
     if deed == "leaves":
         node.is_leaving = True
-        node.say(Leaving())
+        node.send(Leaving())
     if deed == "is done":
-        node.say(Done(1))
+        node.send(Done(1))
     cluster.group.review_at = None
     node.die()
     assert due_in(cluster) == pytest.approx(cluster.settings.debounce_seconds)
@@ -393,13 +393,13 @@ def test_a_start_may_last_while_its_members_report_that_their_state_grows() -> N
     generation = cluster.group.generation
     assert cluster.condition.reason == "MembersStarting"
     for number in range(1, 8):
-        nodes[1].say(Restoring(generation, number * 1000))
+        nodes[1].send(Restoring(generation, number * 1000))
         cluster.run(1)
     assert cluster.group.generation == generation
 
     # The same number again is not progress.
     for _ in range(3):
-        nodes[1].say(Restoring(generation, 7000))
+        nodes[1].send(Restoring(generation, 7000))
         cluster.run(1)
     assert cluster.group.generation > generation
     failure = cluster.group.budget.last
@@ -473,7 +473,7 @@ def test_a_node_that_spoke_first_after_a_suspension_of_the_coordinator_is_lost_i
     # run.
     cluster.now += 60
     for node in nodes:
-        node.say(Ping())
+        node.send(Ping())
     cluster.carry_out(events.on_tick(cluster.group, now=cluster.now))
     nodes[0].is_cut = True
     cluster.run(2 * cluster.settings.silence_seconds)
@@ -484,11 +484,11 @@ def test_an_up_repeated_on_a_new_connection_does_not_lower_the_step() -> None:
     cluster, nodes = start_running()
     assert nodes[0].group
     generation = nodes[0].group.generation
-    nodes[0].say(Progress(generation, 500))
+    nodes[0].send(Progress(generation, 500))
     # A node repeats messages that may have been lost: its group came up long ago.
     nodes[1].disconnect()
     nodes[1].connect()
-    nodes[1].say(Up(generation, 5))
+    nodes[1].send(Up(generation, 5))
     assert build_status(cluster.group, now=cluster.now)["step"] == 500
 
 
@@ -498,7 +498,7 @@ def test_an_up_repeated_on_a_new_connection_does_not_lower_the_step() -> None:
 
 def leave(node: FakeNode) -> None:
     node.is_leaving = True
-    node.say(Leaving())
+    node.send(Leaving())
 
 
 def test_a_draining_node_leaves_without_saving_while_others_hold_the_state() -> None:
@@ -817,7 +817,7 @@ def test_a_group_whose_nodes_repeatedly_fall_silent_and_return_uses_up_the_failu
     None
 ):
     cluster, nodes = start_running(max_failures_without_progress=2)
-    nodes[0].say(Progress(1, 5))
+    nodes[0].send(Progress(1, 5))
     cluster.train = lambda: None  # type: ignore[method-assign]
     for number in range(1, 20):
         slow = nodes[number % 3]
@@ -849,7 +849,7 @@ def test_silences_with_progress_between_them_count_no_failure() -> None:
         cluster.run_until_running()
         cluster.run(1)
         assert nodes[0].group
-        nodes[0].say(Progress(nodes[0].group.generation, nodes[0].step))
+        nodes[0].send(Progress(nodes[0].group.generation, nodes[0].step))
         assert cluster.exit_code is None, number
 
 
@@ -869,13 +869,13 @@ def test_fifty_preemptions_with_progress_between_them_count_no_failure() -> None
         cluster.run_until_running()
         first = next(node for node in cluster.nodes if node.group)
         assert first.group
-        first.say(Progress(first.group.generation, first.step))
+        first.send(Progress(first.group.generation, first.step))
     assert (cluster.exit_code, cluster.group.budget.used) == (None, 0)
 
 
 def test_nodes_that_are_lost_repeatedly_without_progress_end_the_run_eventually() -> None:
     cluster, nodes = start_running("0123", max_failures_without_progress=1)
-    nodes[0].say(Progress(1, 5))
+    nodes[0].send(Progress(1, 5))
     cluster.train = lambda: None  # type: ignore[method-assign]
     losses = 0
     while cluster.exit_code is None:
@@ -911,7 +911,7 @@ def test_a_report_about_an_older_generation_is_ignored() -> None:
     cluster, nodes = start_running()
     nodes[0].die()
     cluster.run_until_running()
-    nodes[1].say(Broken(1, "worker_crash"))
+    nodes[1].send(Broken(1, "worker_crash"))
     cluster.run(1)
     assert cluster.group.generation == 2
 
@@ -963,9 +963,9 @@ def test_progress_resets_the_failure_count() -> None:
     fail_often(cluster, 2)
     assert cluster.group.budget.used == 2
     assert nodes[0].group
-    nodes[0].say(Progress(nodes[0].group.generation, 5))
+    nodes[0].send(Progress(nodes[0].group.generation, 5))
     assert cluster.group.budget.used == 2
-    nodes[0].say(Progress(nodes[0].group.generation, 6))
+    nodes[0].send(Progress(nodes[0].group.generation, 6))
     assert cluster.group.budget.used == 0
 
 
@@ -975,7 +975,7 @@ def test_a_step_finished_before_a_failure_but_reported_later_is_not_progress(
 ) -> None:
     cluster, nodes = start_running(max_failures_without_progress=2)
     cluster.train = lambda: None  # type: ignore[method-assign]
-    nodes[0].say(Progress(1, 19))
+    nodes[0].send(Progress(1, 19))
     for number in (1, 2, 3):
         # All finish step 20, and one worker crashes before rank 0 has reported the step.
         group = nodes[0].group
@@ -984,12 +984,12 @@ def test_a_step_finished_before_a_failure_but_reported_later_is_not_progress(
             node.step = 20
         break_group(nodes[1], "worker_crash", step=19)
         if is_reported:
-            nodes[0].say(Progress(group.generation, 20))
+            nodes[0].send(Progress(group.generation, 20))
         assert cluster.group.budget.used == number
         cluster.run(0.2)
         if number == 3:
             break
-        # The new group comes up at step 20, which its members have from before.
+        # The new group comes up at step 20, which its members have in memory.
         cluster.run_until_running()
         assert cluster.group.training.step == 20
         assert cluster.group.budget.used == number
@@ -1002,7 +1002,7 @@ def test_new_steps_are_steps_that_a_whole_group_finishes_for_the_first_time() ->
 
     def report(step: int) -> Any:
         assert nodes[0].group
-        nodes[0].say(Progress(nodes[0].group.generation, step))
+        nodes[0].send(Progress(nodes[0].group.generation, step))
         return build_status(cluster.group, now=cluster.now)["newSteps"]
 
     assert report(19) == 20
@@ -1023,9 +1023,9 @@ def test_with_fresh_workers_only_a_newer_checkpoint_is_progress() -> None:
     break_group(nodes[0])
     cluster.run_until_running()
     assert nodes[0].group
-    nodes[0].say(Progress(nodes[0].group.generation, 10_000))
+    nodes[0].send(Progress(nodes[0].group.generation, 10_000))
     assert cluster.group.budget.used == 1
-    nodes[0].say(Boundary(nodes[0].group.generation, 10))
+    nodes[0].send(Boundary(nodes[0].group.generation, 10))
     assert cluster.group.budget.used == 0
 
 
@@ -1054,7 +1054,7 @@ def test_repeatedly_broken_groups_are_planned_with_growing_pauses() -> None:
 
 def test_the_result_ends_the_run_for_all_nodes_and_for_late_joiners() -> None:
     cluster, nodes = start_running()
-    nodes[0].say(Result(1, 100))
+    nodes[0].send(Result(1, 100))
     cluster.run(0.2)
     assert cluster.exit_code == 0
     assert {node.exit_code for node in nodes} == {0}
@@ -1065,7 +1065,7 @@ def test_the_result_ends_the_run_for_all_nodes_and_for_late_joiners() -> None:
 def test_a_finished_run_uses_no_cpu() -> None:
     cluster, nodes = start_running()
     leave(nodes[1])
-    nodes[0].say(Result(1, 100))
+    nodes[0].send(Result(1, 100))
     cluster.run(2)
     assert events.next_tick(cluster.group, now=cluster.now) > cluster.now + 0.1
 
@@ -1074,7 +1074,7 @@ def test_a_result_of_an_older_generation_is_ignored() -> None:
     cluster, nodes = start_running()
     nodes[0].die()
     cluster.run_until_running()
-    nodes[1].say(Result(1, 100))
+    nodes[1].send(Result(1, 100))
     assert cluster.exit_code is None
 
 
@@ -1083,24 +1083,24 @@ def test_a_run_with_fresh_workers_is_done_if_all_nodes_are_done() -> None:
     for node in nodes:
         assert cluster.exit_code is None
         node.group = None
-        node.say(Done(1))
+        node.send(Done(1))
     assert cluster.exit_code == 0
 
 
 def test_the_status_names_finished_workers_and_the_other_nodes_get_finishing() -> None:
     cluster, nodes = start_running(recovery="fresh")
     nodes[0].group = None
-    nodes[0].say(Finished(1, 1))
-    nodes[0].say(Finished(1, 0))
+    nodes[0].send(Finished(1, 1))
+    nodes[0].send(Finished(1, 0))
     status = build_status(cluster.group, now=cluster.now)
     assert (status["phase"], status["reason"]) == ("Running", "SomeWorkersFinished")
     # A node reports only its own ranks.
     assert status["message"] == "rank 0 has finished, ranks 1-2 have not"
-    nodes[0].say(Done(1))
+    nodes[0].send(Done(1))
     cluster.run(0.1)
     assert [of_kind(node, Finishing) for node in nodes[1:]] == [[Finishing(1)]] * 2
     nodes[2].group = None
-    nodes[2].say(Done(1))
+    nodes[2].send(Done(1))
     status = build_status(cluster.group, now=cluster.now)
     assert status["message"] == "ranks 0, 2 have finished, rank 1 has not"
     assert [len(of_kind(node, Finishing)) for node in nodes[1:]] == [1, 1]
@@ -1109,24 +1109,24 @@ def test_the_status_names_finished_workers_and_the_other_nodes_get_finishing() -
 def test_a_node_lost_after_it_was_done_causes_no_plan() -> None:
     cluster, nodes = start_running(recovery="fresh")
     nodes[0].group = None
-    nodes[0].say(Done(1))
+    nodes[0].send(Done(1))
     nodes[0].die()
     cluster.run(0.3)
     assert cluster.group.generation == 1
     for node in nodes[1:]:
         node.group = None
-        node.say(Done(1))
+        node.send(Done(1))
     assert cluster.exit_code == 0
 
 
 def test_unfinished_nodes_restart_even_below_the_minimum_if_a_member_is_lost() -> None:
     cluster, nodes = start_running(recovery="fresh")
     nodes[0].group = None
-    nodes[0].say(Done(1))
+    nodes[0].send(Done(1))
     nodes[1].die()
     cluster.run(1)
     assert [node.name for node, _ in cluster.go_members[cluster.gone]] == ["2"]
-    nodes[2].say(Done(cluster.gone))
+    nodes[2].send(Done(cluster.gone))
     assert cluster.exit_code == 0
 
 
@@ -1141,12 +1141,12 @@ def test_a_held_join_waits_for_a_later_checkpoint_and_not_an_earlier_one(
         recovery="fresh", hold_joins=True, longest_hold_seconds=50
     )
     if is_one_there:
-        nodes[0].say(Boundary(1, 10))
+        nodes[0].send(Boundary(1, 10))
         cluster.run(1)
     cluster.start(7)
     cluster.run(5)
     assert cluster.group.generation == 1
-    nodes[0].say(Boundary(1, 20))
+    nodes[0].send(Boundary(1, 20))
     cluster.run(1)
     assert len(cluster.go_members[2]) == 4
 
@@ -1324,9 +1324,9 @@ def test_messages_of_a_member_before_its_group_is_adopted_are_kept() -> None:
     cluster.restart_coordinator(epoch=1)
     nodes[2].is_cut = True
     cluster.run(0.3)
-    nodes[0].say(Boundary(1, 77))
-    nodes[0].say(Commit(request=5, generation=1))
-    nodes[1].say(Done(1))
+    nodes[0].send(Boundary(1, 77))
+    nodes[0].send(Commit(request=5, generation=1))
+    nodes[1].send(Done(1))
     assert not of_kind(nodes[0], Permit)
     nodes[2].is_cut = False
     cluster.run(0.5)
@@ -1340,7 +1340,7 @@ def test_a_group_that_may_not_continue_may_not_commit_either() -> None:
     cluster.restart_coordinator(epoch=1)
     nodes[2].die()
     cluster.run(0.3)
-    nodes[0].say(Commit(request=5, generation=1))
+    nodes[0].send(Commit(request=5, generation=1))
     cluster.run(0.3)
     assert not of_kind(nodes[0], Permit)
     cluster.run(3)
@@ -1363,7 +1363,7 @@ def test_a_lost_lease_is_not_a_request_to_stop(code: int, is_stunned: bool) -> N
             node.is_cut = False
             node.connect()
     nodes[0].group = None
-    nodes[0].say(Result(1, 500, exit_code=code, reason="stopped"))
+    nodes[0].send(Result(1, 500, exit_code=code, reason="stopped"))
     assert cluster.group.finished is None
     cluster.run_until_running()
     assert [node.name for node, _ in cluster.go_members[cluster.gone]] == ["0", "1", "2"]
@@ -1374,7 +1374,7 @@ def test_a_stop_request_on_a_new_connection_counts() -> None:
     for node in nodes:
         node.disconnect()
     cluster.run(0.5)
-    nodes[0].say(Result(1, 500, exit_code=75, reason="stopped"))
+    nodes[0].send(Result(1, 500, exit_code=75, reason="stopped"))
     assert cluster.exit_code == 75
 
 
@@ -1392,7 +1392,7 @@ def test_a_run_that_stopped_without_a_coordinator_is_not_started_again(
     for node in nodes:
         node.group = None
         node.connect()
-    nodes[0].say(Result(generation, 500, exit_code=75, reason="stop_file"))
+    nodes[0].send(Result(generation, 500, exit_code=75, reason="stop_file"))
     assert cluster.exit_code == 75
 
 
@@ -1404,7 +1404,7 @@ def test_the_reason_of_a_stop_is_reported_as_a_kubernetes_reason(
     reason: str, told: str
 ) -> None:
     cluster, nodes = start_running("01")
-    nodes[0].say(Result(cluster.group.generation, 500, exit_code=75, reason=reason))
+    nodes[0].send(Result(cluster.group.generation, 500, exit_code=75, reason=reason))
     status = build_status(cluster.group, now=cluster.now)
     assert (status["phase"], status["reason"]) == ("Stopped", told)
 

@@ -35,7 +35,7 @@ def start_running(number: int = 3) -> Cluster:
 def test_the_status_describes_a_running_group() -> None:
     cluster = start_running()
     node = cluster.nodes[0]
-    node.say(
+    node.send(
         Progress(
             1,
             40,
@@ -90,7 +90,7 @@ def test_members_are_listed_up_to_a_bound_and_counted() -> None:
 
 def test_the_status_has_the_last_failure() -> None:
     cluster = start_running()
-    cluster.nodes[1].say(
+    cluster.nodes[1].send(
         Broken(
             1,
             "out_of_memory",
@@ -133,7 +133,7 @@ def test_metrics_are_in_the_prometheus_text_format() -> None:
 
 def test_the_exported_metrics_match_the_catalogue() -> None:
     cluster = start_running()
-    cluster.nodes[0].say(
+    cluster.nodes[0].send(
         Progress(
             1, step=3, total_steps=9, loss=2.5, tokens_per_second=10.0, checkpoint_step=2
         )

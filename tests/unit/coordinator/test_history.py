@@ -151,7 +151,7 @@ def test_a_report_of_a_node_is_recorded_with_all_its_numbers() -> None:
     cluster.run_until_running()
     group, now = cluster.group, cluster.now
     history = RunHistory(began_at=now)
-    cluster.nodes[0].say(
+    cluster.nodes[0].send(
         Progress(
             group.generation,
             40,

@@ -41,7 +41,7 @@ def report(
     saving: float | None = None,
 ) -> None:
     assert node.group is not None
-    node.say(
+    node.send(
         Progress(
             node.group.generation,
             step,
@@ -111,7 +111,7 @@ def test_steps_below_the_highest_step_are_counted_as_repeated() -> None:
         node.step = 10
     node = cluster.nodes[0]
     assert node.group is not None
-    node.say(Broken(node.group.generation, "worker_crash", rank=0, exit_code=1))
+    node.send(Broken(node.group.generation, "worker_crash", rank=0, exit_code=1))
     cluster.run_until_running()
     cluster.run(5)
     repeated = counted(cluster)["repeated"]
@@ -175,7 +175,7 @@ def test_time_after_the_end_of_the_run_is_teardown() -> None:
 
     for other in cluster.nodes:
         other.has_answered = False
-    node.say(Result(node.group.generation, 100))
+    node.send(Result(node.group.generation, 100))
     before = counted(cluster).get("training", 0)
     cluster.run(5)
     assert counted(cluster)["end"] == pytest.approx(15, abs=1)

@@ -53,14 +53,16 @@ class Place:
         return int(line.split()[1])
 
 
-def serving(story: Callable[[Place], Awaitable[None]], *, host: str = "127.0.0.1") -> None:
+def serving(
+    scenario: Callable[[Place], Awaitable[None]], *, host: str = "127.0.0.1"
+) -> None:
     async def run() -> None:
         group = new_group(make_settings(token=TOKEN), generation=0, now=time.monotonic())
         feed, server = LiveFeed(), Server(group, MemoryStore(), log=lambda *_, **__: None)
         status = StatusServer(server, feed)
         place = Place(feed, server, await status.listen(host, 0))
         try:
-            await story(place)
+            await scenario(place)
         finally:
             status.close()
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
@@ -83,7 +85,7 @@ BEARER = f"Authorization: Bearer {TOKEN}"
 
 
 def test_a_local_browser_needs_no_token_on_loopback() -> None:
-    async def story(place: Place) -> None:
+    async def scenario(place: Place) -> None:
         assert await place.status("/") == 200
         assert await place.status("/live") == 200
         # All other requests are served as before.
@@ -96,11 +98,11 @@ def test_a_local_browser_needs_no_token_on_loopback() -> None:
         assert b"401" in await asyncio.wait_for(reader.readline(), PATIENCE)
         writer.close()
 
-    serving(story)
+    serving(scenario)
 
 
 def test_on_other_addresses_the_page_is_open_and_reveals_nothing_of_the_run() -> None:
-    async def story(place: Place) -> None:
+    async def scenario(place: Place) -> None:
         place.server.group.log("go", nodes=3)
         reader, writer = await place.ask("/")
         answer = (await asyncio.wait_for(reader.read(), PATIENCE)).decode()
@@ -113,23 +115,23 @@ def test_on_other_addresses_the_page_is_open_and_reveals_nothing_of_the_run() ->
         assert await place.status(f"/live?token={TOKEN}") == 401
         assert await place.status("/live", BEARER) == 200
 
-    serving(story, host="0.0.0.0")
+    serving(scenario, host="0.0.0.0")
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
 def test_the_page_is_read_only(method: str) -> None:
-    async def story(place: Place) -> None:
+    async def scenario(place: Place) -> None:
         for path in ("/", "/live"):
             reader, writer = await asyncio.open_connection("127.0.0.1", place.port)
             writer.write(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
             assert b"405" in await asyncio.wait_for(reader.readline(), PATIENCE)
             writer.close()
 
-    serving(story)
+    serving(scenario)
 
 
 def test_a_page_gets_the_whole_history_and_then_updates() -> None:
-    async def story(place: Place) -> None:
+    async def scenario(place: Place) -> None:
         place.feed.log("gone", node="3", why="silence")
         place.feed.log("rejected", peer="x")
         place.feed.update()
@@ -145,7 +147,7 @@ def test_a_page_gets_the_whole_history_and_then_updates() -> None:
         assert "run" not in second.get("status", {})
         writer.close()
 
-    serving(story)
+    serving(scenario)
 
 
 def test_an_error_in_one_update_closes_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +159,7 @@ def test_an_error_in_one_update_closes_no_page(monkeypatch: pytest.MonkeyPatch) 
             raise RuntimeError("a defect that one update meets")
         return take_update(*arguments, **options)
 
-    async def story(place: Place) -> None:
+    async def scenario(place: Place) -> None:
         reader, writer = await place.ask("/live")
         await read_update(reader)
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
@@ -169,11 +171,11 @@ def test_an_error_in_one_update_closes_no_page(monkeypatch: pytest.MonkeyPatch) 
             pass
         writer.close()
 
-    serving(story)
+    serving(scenario)
 
 
 def test_the_last_update_has_the_end_of_the_run() -> None:
-    async def story(place: Place) -> None:
+    async def scenario(place: Place) -> None:
         reader, writer = await place.ask("/live")
         await read_update(reader)
         place.feed.log("finished", reason="Complete")
@@ -182,11 +184,11 @@ def test_the_last_update_has_the_end_of_the_run() -> None:
         assert b"the run has ended: Complete" in rest
         writer.close()
 
-    serving(story)
+    serving(scenario)
 
 
 def test_pages_beyond_the_bound_are_refused_without_displacing_others() -> None:
-    async def story(place: Place) -> None:
+    async def scenario(place: Place) -> None:
         pages = [await place.ask("/live") for _ in range(MOST_PAGES)]
         for reader, _ in pages:
             await read_update(reader)
@@ -202,13 +204,13 @@ def test_pages_beyond_the_bound_are_refused_without_displacing_others() -> None:
             await asyncio.sleep(0.01)
         assert await place.status("/live") == 200
 
-    serving(story)
+    serving(scenario)
 
 
 def test_a_page_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_feed, "MOST_UNSENT_BYTES", 100_000)
 
-    async def story(place: Place) -> None:
+    async def scenario(place: Place) -> None:
         _, writer = await place.ask("/live")
         while not place.feed._pages:
             await asyncio.sleep(0.01)
@@ -221,7 +223,7 @@ def test_a_page_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPat
         assert await place.status("/healthz") == 200
         writer.close()
 
-    serving(story)
+    serving(scenario)
 
 
 def test_pages_that_are_reopened_repeatedly_share_one_snapshot(
@@ -234,7 +236,7 @@ def test_pages_that_are_reopened_repeatedly_share_one_snapshot(
         live_feed, "rewind", lambda history: (rewound.append(1), rewind(history))
     )
 
-    async def story(place: Place) -> None:
+    async def scenario(place: Place) -> None:
         for _ in range(20):
             reader, writer = await place.ask("/live")
             assert "run" in (await read_update(reader))["status"]
@@ -242,7 +244,7 @@ def test_pages_that_are_reopened_repeatedly_share_one_snapshot(
             while place.feed._pages:
                 await asyncio.sleep(0.001)
 
-    serving(story)
+    serving(scenario)
     assert len(rewound) == 1
 
 
@@ -264,7 +266,7 @@ def test_an_expensive_snapshot_delays_no_update_and_is_shared_for_longer(
     monkeypatch.setattr(live_feed, "rewind", rewind_slowly)
     monkeypatch.setattr(live_feed, "UPDATE_SECONDS", 0.01)
 
-    async def story(place: Place) -> None:
+    async def scenario(place: Place) -> None:
         first, writer = await place.ask("/live")
         assert "run" in (await read_update(first))["status"]
         place.feed.log("gone", node="3", why="silence")
@@ -286,7 +288,7 @@ def test_an_expensive_snapshot_delays_no_update_and_is_shared_for_longer(
         assert len(rewound) == 1
         writer.close()
 
-    serving(story)
+    serving(scenario)
 
 
 def test_the_shared_snapshot_is_rebuilt_after_its_pause() -> None:
@@ -311,7 +313,7 @@ def test_a_page_gets_a_keepalive_during_a_long_pause(
     monkeypatch.setattr(live_feed, "UPDATE_SECONDS", 3600.0)
     monkeypatch.setattr(live_feed, "SILENT_SECONDS", 0.01)
 
-    async def story(place: Place) -> None:
+    async def scenario(place: Place) -> None:
         reader, writer = await place.ask("/live")
         await read_update(reader)
         for _ in range(3):
@@ -319,7 +321,7 @@ def test_a_page_gets_a_keepalive_during_a_long_pause(
             assert line.strip() == b": nothing new yet"
         writer.close()
 
-    serving(story)
+    serving(scenario)
 
 
 def test_a_slow_page_has_time_to_read_the_whole_history(

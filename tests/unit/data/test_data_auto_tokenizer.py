@@ -161,7 +161,7 @@ def test_a_directory_that_auto_tokenizer_cannot_load_is_reported_with_the_reason
         "reader": "tokenizer.json alone",
         "autoTokenizer": found.auto_error,
     }
-    # The ids come from the only file that can be read.
+    # The ids are read from the only file that can be read.
     plain = load_directory(save(tmp_path / "plain"))
     assert plain.auto_error == "" and describe_reader(plain) == {"reader": "AutoTokenizer"}
     text = "the quick brown fox 2023<|end|>"

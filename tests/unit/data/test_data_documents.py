@@ -20,7 +20,7 @@ from evergrad_trainer.data.preparation.documents import (
 def read(
     data: bytes, *, size: int = 2**20, field: str = "text"
 ) -> tuple[list[str], list[int], LineCounts]:
-    """The texts of a whole file, their lines, and what was passed over."""
+    """Return the texts of a whole file, their lines, and the tally of skipped lines."""
     reader = DocumentReader(text_field=field, first_line=1)
     texts: list[str] = []
     lines: list[int] = []

@@ -111,7 +111,8 @@ def test_seed_source_and_epoch_each_change_the_order() -> None:
 
 @pytest.mark.parametrize("size", [2, 5, 7, 8, 16, 50])
 def test_small_permutations_are_uniform(size: int) -> None:
-    """Chi-square of where each element goes over many keys; 4 Feistel rounds fail this by far, 6 narrowly."""
+    """Chi-square of the target position of each element over many keys; 4 Feistel rounds fail this by far, 6
+    narrowly."""
     keys, counts, indices = 4000, np.zeros((size, size)), np.arange(size, dtype=np.uint64)
     for seed in range(keys):
         counts[

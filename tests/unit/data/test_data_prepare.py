@@ -146,7 +146,7 @@ def test_unprepared_data_is_refused_if_preparation_is_not_permitted(
     said = f"{tmp_path / 'docs.jsonl'}: is not prepared; this start may prepare nothing"
     assert said in str(problem)
     assert "Run `evergrad prepare` with this file first" in str(problem)
-    # Nothing is begun; what was seen of the files may be kept.
+    # No preparation is started; the scan of the files may be kept.
     assert {path.name for path in (tmp_path / "prepared").iterdir()} <= {SCANS}
 
     prepared_in(training())

@@ -1,4 +1,4 @@
-"""Files that rows come in: folders, compressed ones and Parquet give the rows of one plain file."""
+"""Files with rows: folders, compressed files and Parquet give the rows of one plain file."""
 
 import gzip
 import json

@@ -64,7 +64,7 @@ def test_samples_of_the_first_step_are_shown_with_their_positions(
         assert one["sample"].startswith("docs/epoch 0/window ") and "one" in text
         assert one["learnedTokens"] == 16
 
-    # As text the same, one JSON string a row: ends of lines are seen, and none is made.
+    # As text the same, one JSON string per row: line ends are visible, and none is added.
     lines = told("--show-samples", "3").splitlines()
     assert [one["sample"] for one in samples] == [
         line for line in lines if "/window " in line

@@ -42,7 +42,7 @@ def evaluator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointEval
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> None:
-    """Let a manifest be read with these answers, the last one for good."""
+    """Let reads of a manifest return these responses, and the last one permanently."""
     left = list(answers)
 
     def read_manifest(self: CheckpointReader, name: str, **_: Any) -> Any:

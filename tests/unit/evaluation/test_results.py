@@ -1,4 +1,4 @@
-"""Results of ``evergrad evaluate``: complete, written once, and distinguished by what was measured."""
+"""Results of ``evergrad evaluate``: complete, written once, and distinguished by their measurement settings."""
 
 import errno
 import json

@@ -26,7 +26,7 @@ class FakeRun:
     is_done: bool = False
     evaluated: list[str] = field(default_factory=list)
     refused: dict[str, bool] = field(default_factory=dict)
-    """Checkpoints that cannot be evaluated, and whether they are gone then."""
+    """Checkpoints that cannot be evaluated, and whether they are deleted in the meantime."""
     warnings: list[str] = field(default_factory=list)
 
     def scan(self) -> list[Candidate]:

@@ -20,7 +20,7 @@ def value(text: str) -> Any:
     return document.value
 
 
-def said(text: str) -> list[str]:
+def problem_texts(text: str) -> list[str]:
     document = parse(text)
     assert document.problems
     return [str(problem) for problem in document.problems]
@@ -67,7 +67,7 @@ def test_a_scalar_is_parsed_as_kubernetes_parses_it(text: str, meant: Any) -> No
 
 
 def test_octal_numbers_are_refused_except_in_fields_where_kubernetes_expects_them() -> None:
-    (problem,) = said("a: 010")
+    (problem,) = problem_texts("a: 010")
     assert problem.startswith(
         "a: 010 begins with 0 (line 1); YAML would read it as an octal number."
     )
@@ -75,14 +75,14 @@ def test_octal_numbers_are_refused_except_in_fields_where_kubernetes_expects_the
     assert value("spec: {template: {volumes: [{configMap: {defaultMode: 0644}}]}}") == {
         "spec": {"template": {"volumes": [{"configMap": {"defaultMode": 0o644}}]}}
     }
-    assert "09 begins with 0" in said("a: 09")[0]
+    assert "09 begins with 0" in problem_texts("a: 09")[0]
 
 
 @pytest.mark.acceptance("8d-8a", "input-A-66")
 @pytest.mark.capability("A-66")
 def test_all_duplicate_keys_are_reported_with_both_lines_at_any_depth() -> None:
     text = "a: 1\nb:\n  - c: 1\n    d: 2\n    c: 3\na: 4\n"
-    assert said(text) == [
+    assert problem_texts(text) == [
         "b[0].c: the key is given twice, in lines 3 and 5; only one of them could count. Remove one of them.",
         "a: the key is given twice, in lines 1 and 6; only one of them could count. Remove one of them.",
     ]
@@ -94,7 +94,7 @@ def test_a_duplicate_inside_an_overlay_names_the_overlay() -> None:
 
 
 def test_quoted_and_plain_keys_are_equal() -> None:
-    assert "the key is given twice" in said("a: 1\n'a': 2")[0]
+    assert "the key is given twice" in problem_texts("a: 1\n'a': 2")[0]
 
 
 @pytest.mark.parametrize(
@@ -102,29 +102,31 @@ def test_quoted_and_plain_keys_are_equal() -> None:
     [("on", "true or false"), ("1", "a number"), ("1.5", "a number"), ("~", "nothing")],
 )
 def test_a_key_that_is_not_text_is_refused(key: str, kind: str) -> None:
-    assert said(f"a:\n  {key}: x") == [
+    assert problem_texts(f"a:\n  {key}: x") == [
         f"a: the key '{key}' is not a text (line 2); YAML reads it as {kind}. Put it in quotes: \"{key}\"."
     ]
 
 
 def test_a_key_that_is_a_list_is_refused() -> None:
-    assert "is not a text (line 1)" in said("[a, b]: x")[0]
+    assert "is not a text (line 1)" in problem_texts("[a, b]: x")[0]
 
 
 @pytest.mark.parametrize("text", [".inf", "-.inf", ".nan", ".NaN"])
 def test_non_finite_numbers_are_refused(text: str) -> None:
-    assert said(f"a: {text}") == [
+    assert problem_texts(f"a: {text}") == [
         f"a: '{text}' is not a finite number (line 1). Write a finite number."
     ]
 
 
 def test_floats_that_cannot_be_represented_are_refused() -> None:
-    assert "'1e999' is too large (line 1)" in said("a: 1e999")[0]
-    assert "'1e-999' is too small (line 1)" in said("a: 1e-999")[0]
+    assert "'1e999' is too large (line 1)" in problem_texts("a: 1e999")[0]
+    assert "'1e-999' is too small (line 1)" in problem_texts("a: 1e-999")[0]
 
 
 def test_a_number_of_a_million_digits_is_refused_at_once() -> None:
-    assert "a number of 900000 digits is too large" in said("a: " + "1" * 900_000)[0]
+    assert (
+        "a number of 900000 digits is too large" in problem_texts("a: " + "1" * 900_000)[0]
+    )
 
 
 def test_anchors_and_merge_keys_work_and_an_explicit_key_overrides_the_merge() -> None:
@@ -138,8 +140,14 @@ def test_anchors_and_merge_keys_work_and_an_explicit_key_overrides_the_merge() -
 
 
 def test_a_merge_of_a_non_mapping_or_a_second_merge_is_refused() -> None:
-    assert "merges something that is not a mapping" in said("b: &b [1]\na: {<<: *b}")[0]
-    assert "the merge key is given twice" in said("b: &b {x: 1}\na: {<<: *b, <<: *b}")[0]
+    assert (
+        "merges something that is not a mapping"
+        in problem_texts("b: &b [1]\na: {<<: *b}")[0]
+    )
+    assert (
+        "the merge key is given twice"
+        in problem_texts("b: &b {x: 1}\na: {<<: *b, <<: *b}")[0]
+    )
 
 
 def bomb(levels: int) -> str:
@@ -150,7 +158,7 @@ def bomb(levels: int) -> str:
 
 @pytest.mark.parametrize("levels", [6, 30])
 def test_an_alias_bomb_is_refused_before_it_is_expanded(levels: int) -> None:
-    assert said(bomb(levels)) == [
+    assert problem_texts(bomb(levels)) == [
         "run.yaml: aliases expand to more than 20000 values. Write the values out where they are needed."
     ]
 
@@ -159,20 +167,20 @@ def test_a_merge_bomb_is_refused_before_it_is_expanded() -> None:
     lines = ["m0: &m0 {k: 1}"] + [
         f"m{n}: &m{n} {{a: {{<<: *m{n - 1}}}, b: {{<<: *m{n - 1}}}}}" for n in range(1, 30)
     ]
-    assert "20000 values" in said("\n".join(lines))[0]
+    assert "20000 values" in problem_texts("\n".join(lines))[0]
 
 
 def test_an_anchor_that_contains_itself_is_refused() -> None:
-    assert said("a: &a [*a]") == [
+    assert problem_texts("a: &a [*a]") == [
         "run.yaml:1: cannot be expanded; an anchor contains itself. Remove the alias."
     ]
-    assert "contains itself" in said("a: &a\n  b:\n    c: *a")[0]
-    assert "contains itself" in said("a: &a\n  <<: *a")[0]
+    assert "contains itself" in problem_texts("a: &a\n  b:\n    c: *a")[0]
+    assert "contains itself" in problem_texts("a: &a\n  <<: *a")[0]
 
 
 def test_a_long_chain_of_aliases_is_refused() -> None:
     lines = ["c0: &c0 [x]"] + [f"c{n}: &c{n} [*c{n - 1}]" for n in range(1, 200)]
-    assert "nest deeper than 64 levels" in said("\n".join(lines))[0]
+    assert "nest deeper than 64 levels" in problem_texts("\n".join(lines))[0]
 
 
 @pytest.mark.parametrize(
@@ -180,11 +188,11 @@ def test_a_long_chain_of_aliases_is_refused() -> None:
     ["[" * 100_000, "{a: " * 100_000, "- " * 5000 + "x", "a: " + "[" * 65 + "]" * 65],
 )
 def test_deep_nesting_is_refused_without_overflow(text: str) -> None:
-    assert "nested deeper than 64 levels" in said(text)[0]
+    assert "nested deeper than 64 levels" in problem_texts(text)[0]
 
 
 def test_too_many_values_are_refused() -> None:
-    assert "more than 20000 values" in said("a:\n" + "  - 1\n" * 30_000)[0]
+    assert "more than 20000 values" in problem_texts("a:\n" + "  - 1\n" * 30_000)[0]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +251,7 @@ def test_a_text_that_is_not_a_manifest_is_reported_with_its_position(
     if problem is None:
         assert parse(text).value is None
     else:
-        assert problem in said(text)[0]
+        assert problem in problem_texts(text)[0]
 
 
 def test_every_value_has_its_line_number() -> None:

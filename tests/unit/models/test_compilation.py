@@ -63,8 +63,8 @@ class Diary(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def graphs_of_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Traced and cut into graphs as ever; only the kernels are torch's own, so that the test takes no C++
-    # compiler.
+    # Traced and split into graphs as usual; only the kernels are those of torch, so that the test needs no
+    # C++ compiler.
     compiled = nn.Module.compile
     monkeypatch.setattr(
         nn.Module,

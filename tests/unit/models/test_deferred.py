@@ -117,7 +117,7 @@ def test_a_directory_with_a_single_file_and_an_index_is_refused(tmp_path: Path) 
     said = str(refused.value)
     assert "holds both model.safetensors and model.safetensors.index.json" in said
     assert said.startswith("spec.training.model.path: ")
-    # Either save by itself is a model.
+    # Each of the two saves is a complete model.
     (tmp_path / "model.safetensors").unlink()
     deferred = defer_model(plan(path=str(tmp_path)), seed=7, precision="fp32")
     assert deferred is not None

@@ -124,7 +124,7 @@ def test_offloaded_block_inputs_use_host_memory() -> None:
     # 4,096 tokens of 4,096 values in bf16, for each of 32 blocks.
     assert (full.host, offloaded.host) == (0, 2**30)
     assert full.total - offloaded.total == offloaded.host
-    # Pinned memory comes in powers of two.
+    # Pinned memory is allocated in powers of two.
     wider = replace(LLAMA_8B, hidden_size=LLAMA_8B.hidden_size + 1)
     plan = training({"activationCheckpointing": "offload"})
     assert need(wider, plan).host == 2 * offloaded.host

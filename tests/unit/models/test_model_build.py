@@ -313,7 +313,7 @@ def test_the_number_of_weight_bytes_read_is_reported(
     monkeypatch.setattr(MOVED, "_on_moved", read.append)
     load_directory(tmp_path / "weights", torch.bfloat16)
     assert sum(read) == 2 * sum(parameter.numel() for parameter in made.parameters())
-    # One by one, while they are read: a long load is not taken for a hang.
+    # Reported one by one while they are read, so that a long load does not count as a hang.
     assert len(read) > len(list(made.parameters()))
 
 

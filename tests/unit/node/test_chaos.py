@@ -1,5 +1,5 @@
-"""Chaos: the plan follows from its seed, the last replica is spared, nothing stays frozen, who left comes
-back."""
+"""Chaos: the plan follows from its seed, the last replica is spared, no process stays frozen, and a node that
+left returns."""
 
 import contextlib
 import dataclasses
@@ -157,7 +157,7 @@ def test_chaos_without_its_package_is_refused_with_the_install_command(
 # ---- real processes ----------------------------------------------------------------------------------------
 
 
-def sleep_for_ever(index: int) -> int:
+def sleep_forever(index: int) -> int:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
     while True:
         signal.pause()
@@ -166,7 +166,7 @@ def sleep_for_ever(index: int) -> int:
 @pytest.fixture
 def nodes() -> Iterator[DisturbedNodes]:
     """Two processes that do nothing but leave when they are asked to."""
-    started = DisturbedNodes(sleep_for_ever, 2)
+    started = DisturbedNodes(sleep_forever, 2)
     started.start()
     yield started
     started.close()

@@ -63,7 +63,7 @@ class FakeWorkerGroup:
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: self.told.append((name, *args, *kwargs.values()))
 
-    def was_told(self, name: str) -> list[tuple[Any, ...]]:
+    def was_notified(self, name: str) -> list[tuple[Any, ...]]:
         return [one[1:] for one in self.told if one[0] == name]
 
 
@@ -73,7 +73,7 @@ class Peer:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self.writer = reader, writer
 
-    async def hear(self, kind: type[M]) -> M:
+    async def receive(self, kind: type[M]) -> M:
         """The next message of a kind; pings and others are passed over."""
         while line := await asyncio.wait_for(self._reader.readline(), PATIENCE):
             message = decode_from_node(line)
@@ -81,15 +81,15 @@ class Peer:
                 return message
         raise EOFError(f"the node has hung up before {kind.TYPE}")
 
-    async def hear_until(self, kind: type[Message]) -> list[Message]:
+    async def receive_until(self, kind: type[Message]) -> list[Message]:
         """Return all messages up to the first of a type, without pings."""
         found: list[Message] = []
         while not found or not isinstance(found[-1], kind):
-            message = await self.hear(Message)
+            message = await self.receive(Message)
             found += [] if isinstance(message, Ping) else [message]
         return found
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         self.writer.write(encode(message))
 
 
@@ -106,10 +106,10 @@ class Scene:
 
     async def welcome(self) -> Peer:
         peer = await self.accept()
-        await peer.hear(Hello)
-        peer.say(Welcome(generation=0, lease_seconds=10.0, silence_seconds=3.0))
+        await peer.receive(Hello)
+        peer.send(Welcome(generation=0, lease_seconds=10.0, silence_seconds=3.0))
         # Its first sign that it has read this.
-        await peer.hear(Ping)
+        await peer.receive(Ping)
         return peer
 
 
@@ -175,12 +175,12 @@ def test_workers_that_become_warm_between_hello_and_welcome_are_counted(
 ) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.accept()
-        assert (await peer.hear(Hello)).workers == 0
+        assert (await peer.receive(Hello)).workers == 0
         scene.group.capacity = 2
         scene.supervisor.take(Capacity(2))
-        peer.say(Welcome(generation=0, lease_seconds=10.0, silence_seconds=3.0))
-        assert (await peer.hear(Capacity)).workers == 2
-        peer.say(End(exit_code=0, reason="Complete"))
+        peer.send(Welcome(generation=0, lease_seconds=10.0, silence_seconds=3.0))
+        assert (await peer.receive(Capacity)).workers == 2
+        peer.send(End(exit_code=0, reason="Complete"))
 
     assert play(tmp_path, script) == 0
 
@@ -191,17 +191,17 @@ def test_a_lost_connection_is_restored_with_the_current_placement(tmp_path: Path
         plan = Plan(
             7, hard=False, is_member=True, reason="3 nodes are here", cause="node_joined"
         )
-        peer.say(plan)
+        peer.send(plan)
         told = (channel.WorkerPlan(7, hard=False), "node_joined", "3 nodes are here", False)
-        await until(lambda: scene.group.was_told("change") == [told])
+        await until(lambda: scene.group.was_notified("change") == [told])
         scene.group.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
         peer.writer.close()
         again = await scene.accept()
-        hello = await again.hear(Hello)
+        hello = await again.receive(Hello)
         assert hello.had == Placement(generation=7, first_rank=2, workers=1, world_size=3)
         assert hello.known_generation == 7
-        again.say(Welcome(generation=7, lease_seconds=10.0, silence_seconds=3.0))
-        again.say(End(exit_code=75, reason="stopped"))
+        again.send(Welcome(generation=7, lease_seconds=10.0, silence_seconds=3.0))
+        again.send(End(exit_code=75, reason="stopped"))
 
     assert play(tmp_path, script) == 75
 
@@ -215,18 +215,18 @@ def test_a_group_left_between_hello_and_welcome_is_not_reported_as_running(
     async def script(scene: Scene) -> None:
         scene.group.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
         peer = await scene.accept()
-        assert (await peer.hear(Hello)).had == Placement(
+        assert (await peer.receive(Hello)).had == Placement(
             generation=7, first_rank=2, workers=1, world_size=3
         )
         scene.group.place = None
         if broken is not None:
             scene.supervisor.take(broken)
-        peer.say(Welcome(generation=7, lease_seconds=10.0, silence_seconds=3.0))
-        said = await peer.hear(Broken)
+        peer.send(Welcome(generation=7, lease_seconds=10.0, silence_seconds=3.0))
+        said = await peer.receive(Broken)
         assert said.generation == 7 and said.cause == (
             "peer_lost" if broken is None else "worker_crash"
         )
-        peer.say(End(exit_code=0, reason="Complete"))
+        peer.send(End(exit_code=0, reason="Complete"))
 
     assert play(tmp_path, script) == 0
 
@@ -236,23 +236,23 @@ def test_a_done_node_keeps_its_placement_until_a_coordinator_receives_it(
 ) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.accept()
-        await peer.hear(Hello)
-        peer.say(Welcome(generation=7, lease_seconds=0.1, silence_seconds=3.0))
+        await peer.receive(Hello)
+        peer.send(Welcome(generation=7, lease_seconds=0.1, silence_seconds=3.0))
         scene.group.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
         scene.supervisor.take(Done(7))
-        await peer.hear(Done)
+        await peer.receive(Done)
         await until(lambda: scene.supervisor.conversation.seconds_since_contact > 0.1)
-        num_ticks = len(scene.group.was_told("tick"))
-        await until(lambda: len(scene.group.was_told("tick")) > num_ticks + 2)
-        assert not scene.group.was_told("change"), (
+        num_ticks = len(scene.group.was_notified("tick"))
+        await until(lambda: len(scene.group.was_notified("tick")) > num_ticks + 2)
+        assert not scene.group.was_notified("change"), (
             "it would leave the group whose end nobody has heard of"
         )
         peer.writer.close()
         again = await scene.accept()
-        assert (await again.hear(Hello)).had == Placement(7, 2, 1, 3)
-        again.say(Welcome(generation=1 << 32, lease_seconds=10.0, silence_seconds=3.0))
-        assert await again.hear(Done) == Done(7)
-        again.say(End(exit_code=0, reason="Complete"))
+        assert (await again.receive(Hello)).had == Placement(7, 2, 1, 3)
+        again.send(Welcome(generation=1 << 32, lease_seconds=10.0, silence_seconds=3.0))
+        assert await again.receive(Done) == Done(7)
+        again.send(End(exit_code=0, reason="Complete"))
 
     assert play(tmp_path, script) == 0
 
@@ -263,21 +263,21 @@ def test_state_growth_is_reported_only_to_a_coordinator_that_supports_the_messag
 ) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.accept()
-        await peer.hear(Hello)
+        await peer.receive(Hello)
         if is_known:
-            peer.say(Welcome(0, 10.0, 3.0, takes_restoring=True))
+            peer.send(Welcome(0, 10.0, 3.0, takes_restoring=True))
         else:
             # The message of a coordinator of an earlier version.
             line = b'{"type":"welcome","generation":0,"leaseSeconds":10.0,"silenceSeconds":3.0}'
             peer.writer.write(line + b"\n")
-        await peer.hear(Ping)
+        await peer.receive(Ping)
         scene.supervisor.take(Restoring(3, 1000))
         scene.supervisor.take(Capacity(7))
-        said = await peer.hear_until(Capacity)
+        said = await peer.receive_until(Capacity)
         while cast(Capacity, said[-1]).workers != 7:
-            said += await peer.hear_until(Capacity)
+            said += await peer.receive_until(Capacity)
         assert (Restoring(3, 1000) in said) is is_known
-        peer.say(End(exit_code=0, reason="Complete"))
+        peer.send(End(exit_code=0, reason="Complete"))
 
     assert play(tmp_path, script) == 0
 
@@ -288,14 +288,14 @@ def test_each_plan_is_answered_with_its_own_store(tmp_path: Path) -> None:
         ports = set()
         for generation in (3, 4):
             scene.supervisor.take(WorkersReady(generation, workers=1, step=5))
-            ready = await peer.hear(Ready)
+            ready = await peer.receive(Ready)
             assert (ready.generation, ready.workers, ready.step) == (generation, 1, 5)
             ports.add(ready.port)
         assert len(ports) == 2
-        peer.say(Leave(4, save=True))
-        await until(lambda: scene.group.was_told("depart") == [(4, True)])
+        peer.send(Leave(4, save=True))
+        await until(lambda: scene.group.was_notified("depart") == [(4, True)])
         scene.supervisor.take(WorkersLeft(is_saved=False))
-        assert (await peer.hear(Left)).is_saved is False
+        assert (await peer.receive(Left)).is_saved is False
 
     assert play(tmp_path, script) == 76
 
@@ -322,17 +322,17 @@ def test_the_next_store_opens_with_the_plan_and_the_old_one_closes_with_its_grou
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
         scene.supervisor.take(WorkersReady(3, workers=1, step=5))
-        await peer.hear(Ready)
+        await peer.receive(Ready)
 
         # A plan that is not hard: the group trains on up to its boundary, with its store.
-        peer.say(Plan(generation=4, hard=False, is_member=True, reason="a node joins"))
+        peer.send(Plan(generation=4, hard=False, is_member=True, reason="a node joins"))
         await until(lambda: len(opened) == 2)
         assert is_open(opened[0])
 
         scene.supervisor.take(WorkersReady(4, workers=1, step=6))
-        assert (await peer.hear(Ready)).port == opened[1]
+        assert (await peer.receive(Ready)).port == opened[1]
         assert len(opened) == 2 and not is_open(opened[0])
-        peer.say(End(exit_code=0, reason="Complete"))
+        peer.send(End(exit_code=0, reason="Complete"))
 
     assert play(tmp_path, script) == 0
 
@@ -360,12 +360,12 @@ def test_a_checkpoint_is_announced_once_with_its_own_step(tmp_path: Path) -> Non
             {"rank": 1, "generation": 3, "step": 26, "checkpoint_step": 25}
         )
         scene.supervisor.take(Done(3))
-        said = await peer.hear_until(Done)
+        said = await peer.receive_until(Done)
         assert [one for one in said if isinstance(one, Boundary)] == [
             Boundary(3, 10),
             Boundary(3, 20),
         ]
-        peer.say(End(exit_code=0, reason="Complete"))
+        peer.send(End(exit_code=0, reason="Complete"))
 
     assert play(tmp_path, script) == 0
 
@@ -390,9 +390,9 @@ def test_the_last_of_many_quick_steps_is_reported_before_the_end(
         for step in range(1, 31):
             scene.supervisor.reported({"step": step, "generation": 3})
         finish(scene.supervisor)
-        said = await peer.hear_until(last)
+        said = await peer.receive_until(last)
         assert [one.step for one in said if isinstance(one, Progress)] == [1, 30]
-        peer.say(End(exit_code=0, reason="Complete"))
+        peer.send(End(exit_code=0, reason="Complete"))
 
     assert play(tmp_path, script) == 0
 
@@ -405,9 +405,9 @@ def test_a_report_that_is_read_after_its_process_ended_precedes_the_end(
         scene.supervisor.take(Done(3))
         await asyncio.sleep(0)
         scene.supervisor.reported({"step": 30, "generation": 3})
-        said = await peer.hear_until(Done)
+        said = await peer.receive_until(Done)
         assert [one.step for one in said if isinstance(one, Progress)] == [30]
-        peer.say(End(exit_code=0, reason="Complete"))
+        peer.send(End(exit_code=0, reason="Complete"))
 
     assert play(tmp_path, script) == 0
 
@@ -417,11 +417,14 @@ def test_a_step_without_a_successor_for_long_is_reported(tmp_path: Path) -> None
         peer = await scene.welcome()
         for step in (1, 2):
             scene.supervisor.reported({"step": step, "generation": 3})
-        assert [(await peer.hear(Progress)).step, (await peer.hear(Progress)).step] == [
+        assert [
+            (await peer.receive(Progress)).step,
+            (await peer.receive(Progress)).step,
+        ] == [
             1,
             2,
         ]
-        peer.say(End(exit_code=0, reason="Complete"))
+        peer.send(End(exit_code=0, reason="Complete"))
 
     assert play(tmp_path, script) == 0
 
@@ -441,8 +444,8 @@ def test_the_background_save_of_a_typed_run_is_reported_with_its_step(
             "checkpoint": "step-20",
         }
         supervisor.take(channel.Observed("event", event))
-        assert await peer.hear(Boundary) == Boundary(3, 20)
-        peer.say(End(exit_code=0, reason="Complete"))
+        assert await peer.receive(Boundary) == Boundary(3, 20)
+        peer.send(End(exit_code=0, reason="Complete"))
 
     assert play(tmp_path, script) == 0
 
@@ -471,8 +474,8 @@ def test_the_last_message_of_the_coordinator_is_the_result_of_the_node(
 ) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.accept()
-        await peer.hear(Hello)
-        peer.say(message)
+        await peer.receive(Hello)
+        peer.send(message)
 
     assert play(tmp_path, script) == code
     assert decode_termination((tmp_path / "last-words").read_text()) == (
@@ -509,8 +512,8 @@ def test_a_refused_node_retries_a_few_times_and_is_then_left_to_another_host(
     async def script(scene: Scene) -> None:
         for _ in range(4):
             peer = await scene.accept()
-            await peer.hear(Hello)
-            peer.say(REFUSED)
+            await peer.receive(Hello)
+            peer.send(REFUSED)
 
     assert play(tmp_path, script) == 70, (
         "whatever code a coordinator of another version names"
@@ -528,12 +531,12 @@ def test_a_node_that_is_admitted_after_refusals_serves(
     async def script(scene: Scene) -> None:
         for _ in range(2):
             peer = await scene.accept()
-            await peer.hear(Hello)
-            peer.say(REFUSED)
+            await peer.receive(Hello)
+            peer.send(REFUSED)
             peer = await scene.welcome()
             peer.writer.close()
         peer = await scene.welcome()
-        peer.say(End(exit_code=0, reason="Complete"))
+        peer.send(End(exit_code=0, reason="Complete"))
 
     assert play(tmp_path, script) == 0
 
@@ -545,11 +548,11 @@ def test_a_refused_node_can_be_asked_to_drain(
 
     async def script(scene: Scene) -> None:
         peer = await scene.accept()
-        await peer.hear(Hello)
-        peer.say(REFUSED)
+        await peer.receive(Hello)
+        peer.send(REFUSED)
         await until(lambda: scene.supervisor.conversation.num_refusals == 1)
         os.kill(os.getpid(), signal.SIGTERM)
-        await until(lambda: scene.group.was_told("depart") == [(None, True)])
+        await until(lambda: scene.group.was_notified("depart") == [(None, True)])
         scene.supervisor.take(WorkersLeft(is_saved=True))
 
     assert play(tmp_path, script) == 75
@@ -564,15 +567,15 @@ def test_a_value_that_no_message_can_contain_is_dropped_alone_and_not_sent_later
         scene.supervisor.reported(
             {"step": 5, "generation": 3, "loss": nan, "tokens_per_second": 7.0}
         )
-        assert await peer.hear(Progress) == Progress(3, 5, tokens_per_second=7.0)
+        assert await peer.receive(Progress) == Progress(3, 5, tokens_per_second=7.0)
         # As a fault in ourselves would have it.
         scene.supervisor._progress.note(Progress(3, 6, loss=nan))
         scene.supervisor._progress.flush()
         peer.writer.close()
         again = await scene.welcome()
         scene.supervisor.reported({"step": 7, "generation": 3, "loss": 0.5})
-        assert (await again.hear(Progress)).step == 7
-        again.say(End(exit_code=0, reason="Complete"))
+        assert (await again.receive(Progress)).step == 7
+        again.send(End(exit_code=0, reason="Complete"))
 
     assert play(tmp_path, script) == 0
 
@@ -596,7 +599,7 @@ def test_a_node_ends_with_its_reason_if_a_part_of_its_supervisor_fails(
                 scene.group.tick = fail
             case "conversation with the coordinator":
                 scene.group.change = fail
-                peer.say(Plan(7, hard=False, is_member=True, reason="3 nodes are here"))
+                peer.send(Plan(7, hard=False, is_member=True, reason="3 nodes are here"))
             case "last words":
                 supervisor._progress.flush = fail  # type: ignore[method-assign]
                 # The tick flushes, too, and must not be first.
@@ -638,7 +641,7 @@ def test_an_error_of_the_worker_group_is_not_reported_as_a_broken_connection(
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
         scene.group.begin = fail_to_start
-        peer.say(Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000))
+        peer.send(Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000))
 
     assert play(tmp_path, script) == 70
     said, text = decode_termination((tmp_path / "last-words").read_text())
@@ -653,8 +656,8 @@ def test_a_second_signal_ends_a_node_and_its_workers_at_once(
         peer = await scene.welcome()
         scene.group.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
         os.kill(os.getpid(), signal.SIGTERM)
-        await peer.hear(Leaving)
-        assert not scene.group.was_told("kill")
+        await peer.receive(Leaving)
+        assert not scene.group.was_notified("kill")
         os.kill(os.getpid(), signal.SIGINT)
 
     assert play(tmp_path, script) == 76

@@ -250,12 +250,12 @@ def test_a_world_change_is_not_a_restart_and_its_pause_is_reconfiguration(
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
     run.write(synthetic.Process(last=57, ended="killed"))
-    run.go_on(
+    run.change_world(
         synthetic.World(
             last=90, cause="node_lost", detail="node 0 lost", world_size=1, ended="killed"
         )
     )
-    run.go_on(
+    run.change_world(
         synthetic.World(
             last=200,
             cause="node_joined",
@@ -295,11 +295,11 @@ def test_steps_that_a_new_world_must_repeat_are_recompute_even_before_it_does(
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
     run.write(synthetic.Process(last=57, ended="killed"))
-    run.go_on(synthetic.World(last=54, forgotten=3, ended="killed"))
+    run.change_world(synthetic.World(last=54, forgotten=3, ended="killed"))
     assert _account(read_history(run.directory)).lost_seconds["recompute"] == pytest.approx(
         3 * synthetic.STEP_SECONDS
     )
-    run.go_on(synthetic.World(last=70, ended="killed"))
+    run.change_world(synthetic.World(last=70, ended="killed"))
     goodput = _account(read_history(run.directory))
     assert goodput.lost_seconds["recompute"] == pytest.approx(3 * synthetic.STEP_SECONDS)
     assert goodput.productive_seconds == pytest.approx(70 * synthetic.STEP_SECONDS)
@@ -310,7 +310,7 @@ def test_worlds_without_steps_each_have_the_time_until_their_own_event(
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
     run.write(synthetic.Process(last=57, ended="killed"))
-    run.go_on(
+    run.change_world(
         synthetic.World(
             last=57,
             cause="node_lost",
@@ -319,7 +319,7 @@ def test_worlds_without_steps_each_have_the_time_until_their_own_event(
             ended="killed",
         )
     )
-    run.go_on(
+    run.change_world(
         synthetic.World(
             last=60,
             cause="worker_crash",
@@ -341,7 +341,7 @@ def test_an_evaluation_and_a_save_before_a_change_are_not_counted_as_reconfigura
 ) -> None:
     run = synthetic.RunWriter(tmp_path, save_every=40, evaluate_every=40)
     run.write(synthetic.Process(last=40, ended="killed"))
-    run.go_on(synthetic.World(last=60, ended="killed"))
+    run.change_world(synthetic.World(last=60, ended="killed"))
     goodput = _account(read_history(run.directory))
     _check_sum(goodput, run.now - synthetic.BEGIN)
     assert goodput.lost_seconds["reconfiguration"] == pytest.approx(0.3, abs=1e-4)
@@ -385,7 +385,7 @@ def test_a_stop_in_its_own_world_ends_the_run_that_was_trained_before(
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
     run.write(synthetic.Process(last=57, ended="killed"))
-    run.go_on(synthetic.World(last=60, ended="killed"))
+    run.change_world(synthetic.World(last=60, ended="killed"))
     history = read_history(run.directory)
     left = [
         Event(EventType.STOP, run.now + 1, 60, 7, {"reason": "signal", "saved": True}),
@@ -401,7 +401,7 @@ def test_a_failure_that_other_nodes_survived_is_not_the_end_of_the_run(
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
     run.write(synthetic.Process(last=57, ended="failed"))
-    run.go_on(
+    run.change_world(
         synthetic.World(
             last=60, cause="worker_crash", detail="generation 1 broke", ended="killed"
         )
@@ -469,7 +469,7 @@ def test_a_row_that_a_frozen_process_writes_after_its_world_ended_changes_no_acc
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
     run.write(synthetic.Process(last=57, ended="killed"))
-    run.go_on(synthetic.World(last=70, ended="killed"))
+    run.change_world(synthetic.World(last=70, ended="killed"))
     history = read_history(run.directory)
     records = [history.steps.record(row) for row in range(len(history.steps))]
     late = synthetic.step_record(58, generation=1, time=run.now)
@@ -486,7 +486,9 @@ def test_a_sentence_of_an_older_version_is_shown_and_not_parsed_for_a_cause(
 ) -> None:
     run = synthetic.RunWriter(tmp_path)
     run.write(synthetic.Process(last=20, ended="killed"))
-    run.go_on(synthetic.World(last=40, cause="node 1 lost", detail="", ended="killed"))
+    run.change_world(
+        synthetic.World(last=40, cause="node 1 lost", detail="", ended="killed")
+    )
     (change,) = _account(read_history(run.directory)).changes
     assert (change.cause, change.detail) == ("other", "node 1 lost")
 
@@ -706,7 +708,7 @@ def test_accounts_of_any_chain_of_processes_match_the_clock(
 
 
 def _check_live(heard: list[Record], goodput: Goodput) -> None:
-    """Records as they come, one by one, give at their end what the files give, and never a negative part."""
+    """Records fed one by one give the same result as the files, and never a negative part."""
     live = Account()
     for record in heard:
         live.add(record)
@@ -795,7 +797,7 @@ def test_accounts_of_any_history_of_starts_worlds_and_kills_match_the_clock(
                 forgotten=forgotten,
                 ended=ending,
             )
-            run.go_on(world)
+            run.change_world(world)
             at, worlds = last, worlds + 1
         saved = at if ending == "signal" else max(saved, at - at % 15)
         ended = ending
@@ -848,15 +850,15 @@ def test_accounts_exclude_the_time_of_rank_0_on_another_node(
 ) -> None:
     run = synthetic.RunWriter(tmp_path, save_every=1000, evaluate_every=1000)
     run.write(synthetic.Process(last=10, ended="killed"))
-    run.go_on(
+    run.change_world(
         synthetic.World(last=20, cause="node_lost", detail="node 0 lost", ended="killed")
     )
-    run.go_on(
+    run.change_world(
         synthetic.World(
             last=30, cause="node_joined", detail="node 0 joined", ended="killed"
         )
     )
-    run.go_on(
+    run.change_world(
         synthetic.World(last=40, cause="node_lost", detail="node 0 lost", ended="killed")
     )
     goodput = _account(read_history(run.directory))

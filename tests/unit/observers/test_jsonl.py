@@ -455,7 +455,7 @@ def test_a_row_that_a_frozen_process_writes_late_does_not_count(
 def test_rows_of_generations_that_restart_count(
     directory: RunDirectory, synthetic: ModuleType, has_died_early: bool
 ) -> None:
-    """Somebody has removed the checkpoints alone; a row of the first generation 1 comes late before that."""
+    """A user has removed only the checkpoints; a row of the first generation 1 arrives late before that."""
     log = RunLog(directory)
     written = [(1, 1), (2, 1), (3, 3), (4, 3), (3, 1), (5, 3)]
     for at, (step, generation) in enumerate(written, start=1):

@@ -590,7 +590,7 @@ def test_device_memory_is_exported_per_worker_and_omitted_without_devices(
     assert shown() == of_second
     heartbeats[0].hold((1, 3, 2))
     assert len(shown()) == 6
-    # The process is gone, and its memory is free; the next one in its place has not trained yet.
+    # The process has ended, and its memory is free; its successor has not trained yet.
     workers[0].state = "ended"
     assert shown() == of_second
     resident = "evergrad_worker_resident_memory_bytes"

@@ -1,7 +1,7 @@
-"""The libraries of trackers: what each is told, and that it shows one run without gaps after kills.
+"""The libraries of trackers: the data that each receives, and that it shows one run without gaps after kills.
 
-TensorBoard is there; the others run in tests/integration/run/test_observers.py where they are installed, and here
-against what their documents say of them.
+TensorBoard is installed. The others run in tests/integration/run/test_observers.py if they are installed,
+and here against their documented behaviour.
 """
 
 import posixpath

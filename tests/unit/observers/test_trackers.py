@@ -158,7 +158,7 @@ def test_steps_and_evaluations_are_shown_in_order_and_the_run_is_ended(
     assert first["train/loss"] == 2.5 and first["train/accuracy"] == 0.5
     assert first["train/tokens_per_second"] == 8192 / 0.5
     assert second == {"evaluation/held/loss": 3.0, "evaluation/held/perplexity": 7.4}
-    # A step that was skipped has no loss; it is there all the same.
+    # A skipped step has no loss, but it is shown.
     assert "train/loss" not in third and third["train/learning_rate"] > 0
     assert store["notes"] == [("checkpoint/step-2.g1", "gone")]
     assert (store["ends"], store["flushed"]) == (["complete"], 3)

@@ -42,7 +42,7 @@ def alerts_of(
     return found
 
 
-def said(alerts: list[WatchAlert]) -> list[tuple[int, float, float]]:
+def as_tuples(alerts: list[WatchAlert]) -> list[tuple[int, float, float]]:
     return [(one.step, one.value, one.threshold) for one in alerts]
 
 
@@ -51,7 +51,7 @@ def said(alerts: list[WatchAlert]) -> list[tuple[int, float, float]]:
 def test_a_collapse_below_half_of_the_first_value_is_reported_at_each_start() -> None:
     rule = Rule("collapse", "spread", "warn", ratio=0.5)
     values = [1.0, 0.6, 0.5, 0.49, 0.2, 0.51, 0.4]
-    assert said(alerts_of(rule, values)) == [(4, 0.49, 0.5), (7, 0.4, 0.5)]
+    assert as_tuples(alerts_of(rule, values)) == [(4, 0.49, 0.5), (7, 0.4, 0.5)]
 
 
 @pytest.mark.capability("G-85")
@@ -59,41 +59,43 @@ def test_a_collapse_can_be_judged_by_another_metric_of_the_same_step() -> None:
     # The hand-made batch of the digest: predictions vary by 0.25 and targets by 0.125.
     rule = Rule("collapse", "prediction", "warn", ratio=0.5, of="target")
     found = alerts_of(rule, [0.25, 0.0625, 0.0624], target=[0.125, 0.125, 0.125])
-    assert said(found) == [(3, 0.0624, 0.0625)]
+    assert as_tuples(found) == [(3, 0.0624, 0.0625)]
 
 
 @pytest.mark.capability("G-85")
 def test_a_limit_is_an_absolute_value() -> None:
     rule = Rule("divergence", "kl", "warn", limit=10.0)
-    assert said(alerts_of(rule, [3.0, 10.0, 10.5, 11.0, 9.0])) == [(3, 10.5, 10.0)]
+    assert as_tuples(alerts_of(rule, [3.0, 10.0, 10.5, 11.0, 9.0])) == [(3, 10.5, 10.0)]
     rule = Rule("collapse", "kl", "warn", limit=0.1)
-    assert said(alerts_of(rule, [3.0, 0.1, 0.05])) == [(3, 0.05, 0.1)]
+    assert as_tuples(alerts_of(rule, [3.0, 0.1, 0.05])) == [(3, 0.05, 0.1)]
 
 
 def test_a_divergence_is_a_mean_above_twice_the_lowest_mean() -> None:
     # Means of two: 3, 2.5, 1.5, 2.5, 3.5; the lowest before the last is 1.5.
     rule = Rule("divergence", "loss", "warn", window=2, ratio=2.0)
-    assert said(alerts_of(rule, [4.0, 2.0, 3.0, 0.0, 5.0, 2.0])) == [(6, 3.5, 3.0)]
+    assert as_tuples(alerts_of(rule, [4.0, 2.0, 3.0, 0.0, 5.0, 2.0])) == [(6, 3.5, 3.0)]
 
 
 @pytest.mark.acceptance("input-5e-18")
 def test_a_ratio_has_the_same_distance_for_negative_values() -> None:
     # The lowest is -4: twice as far above it is 0.
     rule = Rule("divergence", "reward", "warn", ratio=2.0)
-    assert said(alerts_of(rule, [-4.0, -0.5, 0.5])) == [(3, 0.5, 0.0)]
+    assert as_tuples(alerts_of(rule, [-4.0, -0.5, 0.5])) == [(3, 0.5, 0.0)]
 
 
 def test_a_plateau_is_patience_without_a_sufficient_gain() -> None:
     rule = Rule("plateau", "loss", "warn", patience=2, min_delta=0.1)
     values = [1.0, 0.95, 0.85, 0.84, 0.83, 0.5, 0.5, 0.5]
-    assert said(alerts_of(rule, values)) == [(5, 0.83, 0.85), (8, 0.5, 0.5)]
+    assert as_tuples(alerts_of(rule, values)) == [(5, 0.83, 0.85), (8, 0.5, 0.5)]
     rule = Rule("plateau", "accuracy", "warn", patience=2, mode="max")
-    assert said(alerts_of(rule, [0.1, 0.2, 0.2, 0.15, 0.3])) == [(4, 0.15, 0.2)]
+    assert as_tuples(alerts_of(rule, [0.1, 0.2, 0.2, 0.15, 0.3])) == [(4, 0.15, 0.2)]
 
 
 def test_steps_without_a_number_are_ignored() -> None:
     rule = Rule("plateau", "loss", "warn", patience=2)
-    assert said(alerts_of(rule, [1.0, math.nan, 1.5, math.inf, 2.0])) == [(5, 2.0, 1.0)]
+    assert as_tuples(alerts_of(rule, [1.0, math.nan, 1.5, math.inf, 2.0])) == [
+        (5, 2.0, 1.0)
+    ]
 
 
 @pytest.mark.acceptance("number-G-86")
@@ -245,7 +247,7 @@ def test_an_alert_that_the_first_process_could_not_write_is_reported_by_the_next
         record = synthetic.step_record(step, loss=loss, grad_norm=norm)
         lost.step_end(record)
         survivor.step_end(record)
-        # A newcomer that has got its state, too, may be the next.
+        # A joining node that has received its state may be the next, too.
         newcomer = lasting_of(monitors=monitors)
         newcomer.load_values(json.loads(json.dumps(survivor.values())))
         before = survivor.values()

@@ -1,4 +1,4 @@
-"""Images and priority classes that an installation allows, for every pod of a run, wherever they are set."""
+"""Images and priority classes that an installation allows, for every pod of a run, from any source."""
 
 import json
 from dataclasses import replace

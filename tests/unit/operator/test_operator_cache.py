@@ -426,7 +426,7 @@ def test_the_last_state_of_a_deleted_pod_is_kept_for_a_bounded_time() -> None:
     cache = InformerCache(clock=lambda: now)
     cache.see(PODS, pod(version=10, phase="Running"), is_watched=True)
     assert cache.gone(KEY) == []
-    # A response reports that the object is gone; then the watch shows its last version.
+    # A response reports that the object is deleted; then the watch shows its last version.
     cache.forget(PODS, pod(version=10))
     now += 2.0
     cache.see(PODS, pod(version=11, phase="Failed"), is_deleted=True, is_watched=True)

@@ -89,7 +89,7 @@ def ask(url: str, **headers: str) -> tuple[int, str, bytes]:
 
 
 def test_the_page_listens_on_loopback_only_and_refuses_cross_site_requests() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         page = FleetPage(lambda: [run("docs-lm", phase="Running")])
         port = await page.listen(0)
         url = f"http://127.0.0.1:{port}"
@@ -110,11 +110,11 @@ def test_the_page_listens_on_loopback_only_and_refuses_cross_site_requests() -> 
             assert (await asyncio.to_thread(ask, f"{url}/live", **headers))[0] == 403
         await page.close()
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_the_number_of_open_pages_is_bounded() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         page = FleetPage(list)
         port = await page.listen(0)
         readers = [
@@ -129,15 +129,15 @@ def test_the_number_of_open_pages_is_bounded() -> None:
             writer.close()
         await page.close()
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_port_that_is_in_use_does_not_stop_the_operator() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         one, other = FleetPage(list), FleetPage(list)
         port = await one.listen(0)
         assert await other.listen(port) == 0
         await one.close()
         await other.close()
 
-    asyncio.run(story())
+    asyncio.run(scenario())

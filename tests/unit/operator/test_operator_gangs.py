@@ -41,7 +41,7 @@ def group_of(world: simulated_run.Simulation) -> dict[str, Any]:
     return world.children["PodGroup", "docs-lm"]
 
 
-def made(world: simulated_run.Simulation) -> dict[str, dict[str, Any]]:
+def created_pods(world: simulated_run.Simulation) -> dict[str, dict[str, Any]]:
     """Return the pods that the last pass has created, by name."""
     return {pod["metadata"]["name"]: dict(pod) for pod in world.plan.create}
 
@@ -57,7 +57,8 @@ def test_the_coscheduling_group_contains_all_nodes_and_no_other_pod() -> None:
     (owner,) = group["metadata"]["ownerReferences"]
     assert (owner["kind"], owner["uid"]) == ("TrainingRun", "uid-docs-lm")
     labels = {
-        name: pod["metadata"]["labels"].get(LABEL) for name, pod in made(world).items()
+        name: pod["metadata"]["labels"].get(LABEL)
+        for name, pod in created_pods(world).items()
     }
     assert labels == {
         "docs-lm-coordinator-0": None,
@@ -65,7 +66,7 @@ def test_the_coscheduling_group_contains_all_nodes_and_no_other_pod() -> None:
         "docs-lm-1-0": "docs-lm",
         "docs-lm-2-0": "docs-lm",
     }
-    assert not any("schedulingGroup" in pod["spec"] for pod in made(world).values())
+    assert not any("schedulingGroup" in pod["spec"] for pod in created_pods(world).values())
 
 
 @pytest.mark.parametrize("kind", [BETA, ALPHA_3, ALPHA_2])
@@ -77,7 +78,10 @@ def test_the_kubernetes_pod_group_contains_all_nodes_and_no_other_pod(kind: Kind
         kind.version,
         {"schedulingPolicy": {"gang": {"minCount": 2}}},
     )
-    groups = {name: pod["spec"].get("schedulingGroup") for name, pod in made(world).items()}
+    groups = {
+        name: pod["spec"].get("schedulingGroup")
+        for name, pod in created_pods(world).items()
+    }
     ours = {"podGroupName": "docs-lm"}
     assert groups == {
         "docs-lm-coordinator-0": None,
@@ -85,7 +89,9 @@ def test_the_kubernetes_pod_group_contains_all_nodes_and_no_other_pod(kind: Kind
         "docs-lm-1-0": ours,
         "docs-lm-2-0": ours,
     }
-    assert not any(LABEL in pod["metadata"]["labels"] for pod in made(world).values())
+    assert not any(
+        LABEL in pod["metadata"]["labels"] for pod in created_pods(world).values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,7 +101,7 @@ def test_preparation_and_evaluation_pods_join_no_group(gang: str, kind: Kind) ->
     annotated = {"labels": {LABEL: "of-the-user"}}
     world = in_gangs(gang, kind, preparation={}, template=annotated)
     world.reconcile()
-    (pod,) = made(world).values()
+    (pod,) = created_pods(world).values()
     assert pod["metadata"]["name"] == "docs-lm-prepare-0"
     assert LABEL not in pod["metadata"]["labels"] and "schedulingGroup" not in pod["spec"]
     assert ("PodGroup", "docs-lm") not in world.children, "no node is asked for yet"
@@ -116,12 +122,12 @@ def test_a_replacement_and_a_node_above_the_minimum_join_the_same_group(
     world.age(100)
     world.end("docs-lm-1-0", 137)
     world.reconcile()
-    (replacement,) = made(world).values()
+    (replacement,) = created_pods(world).values()
     world.start()
     world.settle()
     world.set_spec(nodes={"min": 2, "max": 4})
     world.reconcile()
-    (further,) = made(world).values()
+    (further,) = created_pods(world).values()
     assert further["metadata"]["name"] == "docs-lm-3-0"
     for pod in (replacement, further):
         found = pod["metadata"]["labels"].get(LABEL) or pod["spec"]["schedulingGroup"]
@@ -148,7 +154,7 @@ def classes(world: simulated_run.Simulation) -> dict[str, str]:
     """Return the priority class of each node that the last pass has created."""
     return {
         name: pod["spec"].get("priorityClassName", "")
-        for name, pod in made(world).items()
+        for name, pod in created_pods(world).items()
         if "coordinator" not in name
     }
 
@@ -235,9 +241,13 @@ def test_a_failed_run_that_is_restarted_gets_a_new_group_before_its_pods(
     )
     decision = world.reconcile()
     assert (decision.phase, decision.requeue_after) == ("Restarting", 1.0)
-    assert ("PodGroup", "docs-lm") not in world.children and made(world) == {}
+    assert ("PodGroup", "docs-lm") not in world.children and created_pods(world) == {}
     world.reconcile()
-    nodes = [pod["spec"] for name, pod in made(world).items() if "coordinator" not in name]
+    nodes = [
+        pod["spec"]
+        for name, pod in created_pods(world).items()
+        if "coordinator" not in name
+    ]
     assert [one["priorityClassName"] for one in nodes] == ["high"] * 3
     assert group_of(world)["spec"] == {
         "schedulingPolicy": {"gang": {"minCount": 3}},
@@ -270,7 +280,9 @@ def test_a_run_that_can_train_on_one_node_needs_no_group() -> None:
     decision = world.reconcile()
     assert decision.reason == "Starting"
     assert ("PodGroup", "docs-lm") not in world.children
-    assert not any(LABEL in pod["metadata"]["labels"] for pod in made(world).values())
+    assert not any(
+        LABEL in pod["metadata"]["labels"] for pod in created_pods(world).values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -297,7 +309,7 @@ def test_a_run_whose_required_group_is_missing_creates_no_pod_and_names_the_reme
     # When it exists, the run starts by itself.
     world.group_kind = POD_GROUPS[gang][0]
     world.reconcile()
-    assert list(made(world)) == ["docs-lm-prepare-0"]
+    assert list(created_pods(world)) == ["docs-lm-prepare-0"]
     assert world.condition("Stalled")["status"] == "False"
 
 
@@ -309,7 +321,7 @@ def test_enabling_gangs_leaves_existing_runs_unchanged_until_they_restart() -> N
     world.end("docs-lm-1-0", 137)
     world.reconcile()
     # A group with only this pod would wait forever for a second member.
-    (pod,) = made(world).values()
+    (pod,) = created_pods(world).values()
     assert LABEL not in pod["metadata"]["labels"]
     assert ("PodGroup", "docs-lm") not in world.children
     world.set_spec(suspend=True)
@@ -318,7 +330,7 @@ def test_enabling_gangs_leaves_existing_runs_unchanged_until_they_restart() -> N
         world.leave()
     world.set_spec(suspend=False)
     world.reconcile()
-    labels = [pod["metadata"]["labels"] for pod in made(world).values()]
+    labels = [pod["metadata"]["labels"] for pod in created_pods(world).values()]
     nodes = [one for one in labels if one["evergrad.dev/role"] == "node"]
     assert [one.get(LABEL) for one in nodes] == ["docs-lm"] * 3
     assert group_of(world)["spec"] == {"minMember": 2}
@@ -329,7 +341,7 @@ def test_the_scheduler_of_the_installation_applies_to_nodes_that_set_none() -> N
         world = in_gangs("coscheduling", COSCHEDULING, template=template)
         world.config = dataclasses.replace(world.config, scheduler_name="gangs")
         world.reconcile()
-        coordinator, *nodes = made(world).values()
+        coordinator, *nodes = created_pods(world).values()
         assert "schedulerName" not in coordinator["spec"]
         assert {pod["spec"]["schedulerName"] for pod in nodes} == {expected}
 

@@ -1089,7 +1089,7 @@ def test_the_coordinator_of_a_single_node_run_is_protected_too() -> None:
 
 
 def test_a_coordinator_waits_for_a_previous_group_only_if_one_may_be_active() -> None:
-    def is_told(world: Simulation) -> bool:
+    def is_reported(world: Simulation) -> bool:
         (pod,) = [
             one
             for one in world.plan.create
@@ -1099,12 +1099,12 @@ def test_a_coordinator_waits_for_a_previous_group_only_if_one_may_be_active() ->
 
     world = Simulation()
     world.reconcile()
-    assert not is_told(world), "the first epoch waits for nobody anyway"
+    assert not is_reported(world), "the first epoch waits for nobody anyway"
     world = Simulation().run()
     world.age(100)
     world.vanish("docs-lm-coordinator-0")
     world.reconcile()
-    assert not is_told(world)
+    assert not is_reported(world)
     world = Simulation().run()
     world.set_spec(suspend=True)
     for _ in range(4):
@@ -1112,4 +1112,4 @@ def test_a_coordinator_waits_for_a_previous_group_only_if_one_may_be_active() ->
         world.leave()
     world.set_spec(suspend=False)
     world.reconcile()
-    assert is_told(world)
+    assert is_reported(world)

@@ -249,13 +249,15 @@ def one_node(world: Simulation) -> None:
 
 
 @pytest.mark.parametrize(
-    "story", [two_tries, two_hosts, one_host, one_node], ids=lambda story: story.__name__
+    "scenario",
+    [two_tries, two_hosts, one_host, one_node],
+    ids=lambda scenario: scenario.__name__,
 )
 def test_an_input_error_is_final_if_no_other_host_can_resolve_it(
-    story: Callable[[Simulation], None],
+    scenario: Callable[[Simulation], None],
 ) -> None:
     world = begun()
-    story(world)
+    scenario(world)
     decision = world.reconcile()
     assert (decision.phase, decision.reason) == (Phase.FAILED, Reason.USER_ERROR)
     assert "bad data" in decision.message
@@ -603,7 +605,7 @@ def test_a_newer_step_resets_the_failure_count() -> None:
 def test_a_step_from_before_a_failure_does_not_cancel_the_failure(
     last_polled: int, phase: str
 ) -> None:
-    """A node runs out of memory after step 20 each time, whatever step the previous poll has shown."""
+    """A node runs out of memory after step 20 each time, independently of the step in the previous poll."""
     world = Simulation(make_run(nodes={"min": 1, "max": 1})).run(step=5)
     for number in range(1, 5):
         for step in (8, last_polled):
@@ -1244,7 +1246,7 @@ def test_a_node_that_ends_by_itself_does_not_hide_the_rank_that_failed(
 # ---- hosts over time, and over runs ------------------------------------------------------------------------
 
 
-def wished_away(pod: dict[str, Any]) -> list[str]:
+def avoided_hosts(pod: dict[str, Any]) -> list[str]:
     """Return the hosts that a pod must avoid."""
     nodes = (pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}
     return [
@@ -1260,7 +1262,7 @@ def test_a_host_is_forgotten_a_day_after_its_last_fault() -> None:
     world.pods["docs-lm-1-0"]["spec"]["nodeName"] = "broken"
     world.end("docs-lm-1-0", 70, message=host_fault())
     world.reconcile()
-    assert wished_away(world.pods["docs-lm-1-1"]) == ["broken"]
+    assert avoided_hosts(world.pods["docs-lm-1-1"]) == ["broken"]
     said = [one.message for one in world.events if one.reason == "HostAvoided"]
     assert said == ["broken: new pods keep away for 24 hours, if there are other hosts"]
 
@@ -1268,12 +1270,14 @@ def test_a_host_is_forgotten_a_day_after_its_last_fault() -> None:
     world.age(REMEMBERED_SECONDS - 60)
     world.vanish("docs-lm-1-1")
     world.reconcile()
-    assert wished_away(world.pods["docs-lm-1-2"]) == ["broken"], "a minute before its time"
+    assert avoided_hosts(world.pods["docs-lm-1-2"]) == ["broken"], (
+        "a minute before its time"
+    )
     world.start()
     world.age(600)
     world.vanish("docs-lm-1-2")
     world.reconcile()
-    assert wished_away(world.pods["docs-lm-1-3"]) == []
+    assert avoided_hosts(world.pods["docs-lm-1-3"]) == []
     assert "broken" not in str(world.status["memory"])
 
 
@@ -1323,7 +1327,7 @@ def test_new_pods_avoid_hosts_on_which_other_runs_failed() -> None:
     world.troubled = ("broken",)
     world.reconcile()
     nodes = [pod for name, pod in world.pods.items() if "coordinator" not in name]
-    assert nodes and all(wished_away(pod) == ["broken"] for pod in nodes)
+    assert nodes and all(avoided_hosts(pod) == ["broken"] for pod in nodes)
     assert "broken" not in str(world.status), "it is no fault of this run"
 
 

@@ -38,7 +38,7 @@ def test_a_successful_end_of_a_pod_from_before_a_restart_completes_nothing(
     first, second = world.live()
     world.train(10, phase="Failed", reason="UserError", message="ValueError")
     world.reconcile()
-    # A script ends with 0 in its grace period, because its peers are gone.
+    # A script ends with 0 in its grace period, because its peers have exited.
     world.end(first, 0, reason="Completed")
     world.end(second, 0 if is_other_done else 70)
     for seconds in (2, 60):
@@ -614,7 +614,7 @@ def completed(run: dict[str, Any] | None = None) -> Simulation:
     return world
 
 
-def made_anew(world: Simulation, **spec: Any) -> Simulation:
+def recreated(world: Simulation, **spec: Any) -> Simulation:
     """Return another run of the same name on the same claim."""
     run = make_run(**spec)
     run["metadata"]["uid"] = "another"
@@ -685,7 +685,7 @@ def test_a_complete_run_restored_without_its_status_is_complete_again_without_a_
     None
 ):
     world = completed()
-    restored = made_anew(world)
+    restored = recreated(world)
     decision = restored.settle()
     assert (decision.phase, decision.reason) == (Phase.COMPLETE, Reason.ALREADY_COMPLETE)
     assert "complete after step 100" in decision.message
@@ -695,7 +695,7 @@ def test_a_complete_run_restored_without_its_status_is_complete_again_without_a_
 
 
 def test_a_complete_run_recreated_with_more_steps_is_refused_and_not_complete() -> None:
-    longer = made_anew(completed(), training={**TRAINING, "horizon": {"steps": 101}})
+    longer = recreated(completed(), training={**TRAINING, "horizon": {"steps": 101}})
     decision = longer.settle()
     assert (decision.phase, decision.reason) == (Phase.FAILED, Reason.OUTPUT_CONFLICT)
     assert (
@@ -708,7 +708,7 @@ def test_a_complete_run_recreated_with_more_steps_is_refused_and_not_complete() 
 
 def test_a_complete_run_recreated_with_fewer_steps_is_complete() -> None:
     horizon = {"steps": 99}
-    decision = made_anew(completed(), training={**TRAINING, "horizon": horizon}).settle()
+    decision = recreated(completed(), training={**TRAINING, "horizon": horizon}).settle()
     assert (decision.phase, decision.reason) == (Phase.COMPLETE, Reason.ALREADY_COMPLETE)
     assert "epochs" not in decision.message
 
@@ -717,7 +717,7 @@ def test_a_recreated_complete_run_reports_that_its_horizon_in_epochs_was_not_com
     None
 ):
     horizon = {"epochs": 9}
-    decision = made_anew(completed(), training={**TRAINING, "horizon": horizon}).settle()
+    decision = recreated(completed(), training={**TRAINING, "horizon": horizon}).settle()
     assert (decision.phase, decision.reason) == (Phase.COMPLETE, Reason.ALREADY_COMPLETE)
     assert "Its horizon in epochs was not compared" in decision.message
 
@@ -1136,7 +1136,7 @@ def test_an_edit_of_a_run_without_pods_is_not_reported_again_by_later_edits() ->
     world.settle()
     assert told() == ["spec.training.skipSteps: [] → [12]"]
 
-    # Another change is another event, even if it reverts the first change and makes it again.
+    # Another change is another event, even if it reverts the first change and repeats it.
     world.set_spec(training=TRAINING)
     world.settle()
     world.set_spec(training={**TRAINING, "skipSteps": [12]})

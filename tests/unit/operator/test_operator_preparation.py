@@ -56,7 +56,7 @@ def suspend(simulation: Simulation) -> None:
     assert simulation.status["phase"] == "Suspended"
 
 
-def said(kind: ErrorKind, text: str) -> str:
+def termination_text(kind: ErrorKind, text: str) -> str:
     return encode_termination(kind, text).decode()
 
 
@@ -179,7 +179,9 @@ def test_a_user_error_in_the_data_fails_the_run_with_the_message_of_the_command(
 ) -> None:
     start(simulation)
     words = "docs.jsonl:7: is not valid JSON; a brace is missing. Correct the line."
-    simulation.end_pod("run-prepare-0", 64, message=said(ErrorKind.INPUT, words))
+    simulation.end_pod(
+        "run-prepare-0", 64, message=termination_text(ErrorKind.INPUT, words)
+    )
     simulation.settle()
     assert (simulation.status["phase"], simulation.status["reason"]) == (
         "Failed",
@@ -245,7 +247,7 @@ def test_a_host_fault_counts_no_preparation_failure_and_the_next_pod_avoids_the_
     simulation: Simulation,
 ) -> None:
     start(simulation)
-    text = said(ErrorKind.ENVIRONMENT, "host n1: /volume: stale file handle")
+    text = termination_text(ErrorKind.ENVIRONMENT, "host n1: /volume: stale file handle")
     for attempt in range(5):
         simulation.end_pod(f"run-prepare-{attempt}", 70, message=text)
         simulation.settle()
@@ -467,7 +469,7 @@ def test_failures_of_nodes_are_not_attributed_to_a_pending_preparation(
 def test_a_host_fault_after_a_long_preparation_counts_as_the_first_one(
     simulation: Simulation,
 ) -> None:
-    text = said(ErrorKind.ENVIRONMENT, "host n1: /volume: stale file handle")
+    text = termination_text(ErrorKind.ENVIRONMENT, "host n1: /volume: stale file handle")
     for attempt in range(8):
         start(simulation)
         simulation.now += 200

@@ -38,7 +38,7 @@ class Queued:
         """Set labels of the run as a user does."""
         self.simulation.store.change("trainingruns", *KEY, {"metadata": {"labels": labels}})
 
-    def go_on(self, rounds: int = 6, *, is_reaped: bool = True) -> "Queued":
+    def advance(self, rounds: int = 6, *, is_reaped: bool = True) -> "Queued":
         """Let all components act repeatedly; some seconds pass each time."""
         for _ in range(rounds):
             self.simulation.settle()
@@ -53,7 +53,7 @@ class Queued:
 
     def train(self) -> "Queued":
         """Continue until all nodes train."""
-        self.go_on().simulation.train()
+        self.advance().simulation.train()
         self.simulation.settle()
         return self
 
@@ -149,7 +149,7 @@ def test_a_queued_run_names_its_queue_and_needs_no_person(
 ) -> None:
     world = Queued(quota=1)
     world.simulation.is_watch_late = is_watch_late
-    world.create().go_on(2)
+    world.create().advance(2)
     status = world.status
     assert (status["phase"], status["reason"]) == ("Waiting", "Queued")
     assert status["message"] == (
@@ -166,11 +166,11 @@ def test_a_lost_pod_of_a_group_is_replaced_once_and_only_after_it_has_ended() ->
     world = Queued().create().train()
     world.simulation.now += 100
     world.simulation.store.delete("pods", "ns", "run-0-0")
-    world.go_on(2, is_reaped=False)
+    world.advance(2, is_reaped=False)
     assert world.simulation.pods() == ["run-0-0", "run-1-0", "run-2-0"], (
         "its container saves, and Kueue would delete a successor as one too many"
     )
-    world.go_on()
+    world.advance()
     assert world.running() == ["run-0-1", "run-1-0", "run-2-0"]
     assert world.kueue.excess == []
     assert world.groups()["run-0-1"] == world.groups()["run-1-0"]
@@ -189,10 +189,10 @@ def test_a_pod_whose_container_was_killed_is_replaced_after_its_phase_has_ended(
     world.simulation.store.change(
         "pods", "ns", "run-1-0", {"status": {"containerStatuses": [container]}}
     )
-    world.go_on(3)
+    world.advance(3)
     assert "run-1-1" not in world.simulation.pods(), "the pod's phase is still Running"
     world.simulation.end_pod("run-1-0", 137)
-    world.go_on()
+    world.advance()
     assert world.running() == ["run-0-0", "run-1-1", "run-2-0"]
     assert (world.kueue.excess, world.status["restarts"]["total"]) == ([], 1)
 
@@ -201,7 +201,7 @@ def test_a_replacement_that_avoids_a_host_has_the_role_of_the_replaced_pod() -> 
     world = Queued().create().train()
     world.simulation.now += 100
     world.simulation.end_pod("run-0-0", 70)
-    world.go_on()
+    world.advance()
     # The model asserts that all pods of a group have one role.
     assert world.running() == ["run-0-1", "run-1-0", "run-2-0"]
 
@@ -213,7 +213,7 @@ def test_a_group_without_live_pods_is_followed_by_a_new_group() -> None:
     for name in ("run-0-0", "run-1-0"):
         world.simulation.end_pod(name, 137)
     world.kueue.work()
-    world.go_on(10)
+    world.advance(10)
     assert world.running() == ["run-0-1", "run-1-1", "run-2-0"]
     groups = world.groups()
     assert groups["run-0-1"] == groups["run-1-1"] == f"{old[:-1]}1"
@@ -231,7 +231,7 @@ def test_a_replacement_that_joined_a_group_too_late_is_deleted_and_created_in_a_
     world.simulation.end_pod("run-1-0", 137)
     # Kueue has finished the group just before it sees the replacement.
     world.kueue.finished.add(old)
-    world.go_on(14)
+    world.advance(14)
     assert [name[:5] for name in world.running()] == ["run-0", "run-1", "run-2"]
     groups = world.groups()
     assert groups["run-0-2"] == f"{old[:-1]}1" == max(groups.values()), groups
@@ -241,20 +241,20 @@ def test_a_replacement_that_joined_a_group_too_late_is_deleted_and_created_in_a_
 def test_a_suspended_run_releases_its_quota_and_resumes_with_a_quota_for_one_gang() -> None:
     world = Queued(quota=3).create().train()
     world.suspend(True)
-    world.go_on()
+    world.advance()
     assert (world.status["phase"], world.kueue.used) == ("Suspended", 0)
     world.suspend(False)
-    world.go_on(8)
+    world.advance(8)
     assert len(world.running()) == 3
     numbers = {group.rpartition("-")[2] for group in world.groups().values() if group}
     assert numbers == {"1"}, "a group of its own, also across a suspension"
 
 
 def test_a_run_that_is_suspended_while_it_is_queued_reaches_suspended() -> None:
-    world = Queued(quota=1).create().go_on(2)
+    world = Queued(quota=1).create().advance(2)
     world.suspend(True)
     # A new coordinator has time for its first response.
-    world.go_on(20)
+    world.advance(20)
     assert (world.status["phase"], world.simulation.pods()) == ("Suspended", [])
 
 
@@ -289,7 +289,7 @@ def test_an_ended_run_releases_its_quota(phase: str) -> None:
         )
     for name in world.running():
         world.simulation.end_pod(name, 70 if phase == "Failed" else 0)
-    world.go_on()
+    world.advance()
     assert (world.status["phase"], world.kueue.used) == (phase, 0)
     assert not any(FINALIZER in str(world.pod(name)) for name in world.simulation.pods())
 
@@ -297,7 +297,7 @@ def test_an_ended_run_releases_its_quota(phase: str) -> None:
 def test_a_preempted_gang_takes_its_elastic_nodes_along_and_returns() -> None:
     world = Queued().create().train()
     world.preempt(left=1)
-    world.go_on(12)
+    world.advance(12)
     assert world.running() == [], (
         "one node is below the minimum, and would hold quota for nothing"
     )
@@ -307,7 +307,7 @@ def test_a_preempted_gang_takes_its_elastic_nodes_along_and_returns() -> None:
     assert status["message"].endswith("the queue gpus, which gave their place to another")
     assert status["restarts"] == {"total": 2, "byCause": {"Preempted": 2}}
     world.kueue.quota = 3
-    world.go_on(8)
+    world.advance(8)
     assert [name[:5] for name in world.running()] == ["run-0", "run-1", "run-2"]
     assert (world.kueue.excess, world.status["restarts"]["total"]) == ([], 2)
 
@@ -315,7 +315,7 @@ def test_a_preempted_gang_takes_its_elastic_nodes_along_and_returns() -> None:
 def test_enough_elastic_nodes_continue_to_train_while_the_gang_waits() -> None:
     world = Queued(quota=4, nodes={"min": 2, "max": 4}).create().train()
     world.preempt(left=2)
-    world.go_on(12)
+    world.advance(12)
     assert world.running() == ["run-2-0", "run-3-0"]
 
 
@@ -324,12 +324,12 @@ def test_a_preempted_elastic_node_returns_when_quota_is_available() -> None:
     world.simulation.now += 100
     world.kueue.quota = 2
     world.kueue.preempt("pod-run-2-0")
-    world.go_on()
+    world.advance()
     assert world.running() == ["run-0-0", "run-1-0"]
     assert world.status["phase"] == "Running"
     assert "wait" in world.status["message"] and "the queue gpus" in world.status["message"]
     world.kueue.quota = 3
-    world.go_on()
+    world.advance()
     assert world.running() == ["run-0-0", "run-1-0", "run-2-1"]
     assert world.status["restarts"]["byCause"] == {"Preempted": 1}
 
@@ -350,7 +350,7 @@ def test_a_lost_host_costs_the_gang_one_node_that_is_admitted_alone() -> None:
         {"status": {"conditions": [*pod["status"]["conditions"], mark]}},
     )
     world.simulation.store.delete("pods", "ns", "run-1-0")
-    world.go_on(12, is_reaped=False)
+    world.advance(12, is_reaped=False)
     # Kueue counts the pod as long as it exists, which may be forever.
     assert world.running() == ["run-0-0", "run-1-1", "run-2-0"]
     assert (world.groups()["run-1-1"], world.kueue.excess) == ("", [])
@@ -376,13 +376,13 @@ def test_a_preparation_that_waits_without_a_queue_is_created_again_in_the_named_
     preparation = {"resources": {"requests": {"cpu": "1"}}}
     world = Queued(quota=4, manages_all=True, preparation=preparation)
     world.labels = None
-    world.create().go_on(3)
+    world.create().advance(3)
     assert world.status["reason"] == "Queued" and world.condition("Stalled") == "True"
     assert (
         "the preparation (pod run-prepare-0) waits for a queue" in world.status["message"]
     )
     world.label(LABELS)
-    world.go_on()
+    world.advance()
     (name,) = world.simulation.pods("preparation")
     assert world.pod(name)["status"]["phase"] == "Running"
     assert world.pod(name)["metadata"]["labels"][QUEUE] == "gpus"
@@ -390,7 +390,7 @@ def test_a_preparation_that_waits_without_a_queue_is_created_again_in_the_named_
 
 def test_a_coordinator_that_kueue_holds_is_created_again_in_the_queue_of_the_run() -> None:
     world = Queued(quota=4, manages_all=True).create()
-    world.go_on(8)
+    world.advance(8)
     (name,) = world.simulation.pods("coordinator")
     assert name == "run-coordinator-1"
     labels = world.pod(name)["metadata"]["labels"]
@@ -401,13 +401,13 @@ def test_a_coordinator_that_kueue_holds_is_created_again_in_the_queue_of_the_run
     # Its successors are queued from the beginning.
     world.simulation.train()
     world.simulation.store.delete("pods", "ns", name)
-    world.go_on()
+    world.advance()
     assert world.simulation.pods("coordinator") == ["run-coordinator-2"]
     assert world.status["restarts"]["byCause"] == {"CoordinatorLost": 1}
 
 
 def test_a_coordinator_is_in_no_queue_if_kueue_does_not_manage_it() -> None:
-    world = Queued().create().go_on()
+    world = Queued().create().advance()
     (name,) = world.simulation.pods("coordinator")
     assert QUEUE not in world.pod(name)["metadata"]["labels"]
 
@@ -417,7 +417,7 @@ def test_a_run_without_a_queue_that_kueue_holds_names_the_label_to_set_and_then_
 ):
     world = Queued(quota=4, manages_all=True)
     world.labels = None
-    world.create().go_on(3)
+    world.create().advance(3)
     status = world.status
     assert (status["phase"], status["reason"]) == ("Waiting", "Queued")
     assert status["message"].endswith(
@@ -425,16 +425,16 @@ def test_a_run_without_a_queue_that_kueue_holds_names_the_label_to_set_and_then_
     )
     assert world.condition("Stalled") == "True"
     world.label(LABELS)
-    world.go_on(12)
+    world.advance(12)
     assert len(world.running()) == 3 and world.condition("Stalled") == "False"
     assert world.status["restarts"] == {"total": 0}
 
 
 def test_a_run_whose_queue_changes_waits_in_the_new_queue() -> None:
-    world = Queued(quota=1).create().go_on(2)
+    world = Queued(quota=1).create().advance(2)
     world.label({**LABELS, QUEUE: "others"})
     world.kueue.quota = 0
-    world.go_on(8)
+    world.advance(8)
     queues = {
         world.pod(name)["metadata"]["labels"][QUEUE] for name in world.simulation.pods()
     }
@@ -443,14 +443,14 @@ def test_a_run_whose_queue_changes_waits_in_the_new_queue() -> None:
 
 
 def test_a_waiting_coordinator_leaves_the_former_queue_of_the_run() -> None:
-    world = Queued(quota=0, manages_all=True).create().go_on(8)
+    world = Queued(quota=0, manages_all=True).create().advance(8)
     (name,) = world.simulation.pods("coordinator")
     assert (name, world.pod(name)["metadata"]["labels"][QUEUE]) == (
         "run-coordinator-1",
         "gpus",
     )
     world.label({**LABELS, QUEUE: "others"})
-    world.go_on(8)
+    world.advance(8)
     (name,) = world.simulation.pods("coordinator")
     assert name == "run-coordinator-2", "and is made no further time"
     assert world.pod(name)["metadata"]["labels"][QUEUE] == "others"
@@ -458,7 +458,7 @@ def test_a_waiting_coordinator_leaves_the_former_queue_of_the_run() -> None:
     # If there is room, it continues from there.
     world.label(LABELS)
     world.kueue.quota = 4
-    world.go_on(12)
+    world.advance(12)
     assert len(world.running()) == 3 and world.status["restarts"] == {"total": 0}
 
 
@@ -475,20 +475,20 @@ def test_a_coordinator_leaves_its_queue_only_after_the_status_records_that_it_is
 
     simulation.store.after = die
     with pytest.raises(Crash):
-        world.go_on()
+        world.advance()
     simulation.store.after = lambda write: None
     simulation.start_operator()
     world.label({**LABELS, QUEUE: "others"})
     simulation.reconcile()
     assert "deletionTimestamp" not in world.pod("run-coordinator-1")["metadata"]
-    world.go_on()
+    world.advance()
 
     # A recorded coordinator has not ended, according to the status.
     assert simulation.pods("coordinator") == ["run-coordinator-2"]
     world.label({**LABELS, QUEUE: "third"})
     simulation.reconcile()
     assert "deletionTimestamp" not in world.pod("run-coordinator-2")["metadata"]
-    world.go_on()
+    world.advance()
     assert simulation.pods("coordinator") == ["run-coordinator-3"]
     assert world.status["restarts"] == {"total": 0}
 
@@ -497,16 +497,16 @@ def test_a_run_whose_queue_label_is_removed_stays_in_its_queue_until_it_is_admit
     None
 ):
     world = Queued(quota=0, manages_all=True, nodes={"min": 2, "max": 2}).create()
-    world.go_on(8)
+    world.advance(8)
     world.simulation.store.change(
         "trainingruns", *KEY, {"metadata": {"labels": {QUEUE: None}}}
     )
-    world.go_on(8)
+    world.advance(8)
     assert world.simulation.pods("coordinator") == ["run-coordinator-1"]
     assert world.status["message"].endswith("to be admitted by the queue gpus")
     assert world.condition("Stalled") == "False"
     world.kueue.quota = 3
-    world.go_on()
+    world.advance()
     assert world.running() == ["run-0-0", "run-1-0"]
     assert world.status["restarts"] == {"total": 0}
 
@@ -532,9 +532,9 @@ def test_pods_that_kueue_has_put_into_the_default_queue_wait_there(
 ) -> None:
     world = default_queue(Queued(quota=0, **spec)).create()
     role = "preparation" if spec else "coordinator"
-    names = world.go_on(2).simulation.pods(role)
+    names = world.advance(2).simulation.pods(role)
     assert len(names) == 1
-    world.go_on(8)
+    world.advance(8)
     assert world.simulation.pods(role) == names
     status = world.status
     assert (status["reason"], world.condition("Stalled")) == ("Queued", "False")
@@ -542,24 +542,24 @@ def test_pods_that_kueue_has_put_into_the_default_queue_wait_there(
     # Waiting pods leave it for a queue that the run names.
     world.label(LABELS)
     world.kueue.quota = 4
-    world.go_on(12)
+    world.advance(12)
     made = [*world.simulation.pods(), *world.simulation.pods(role)]
     assert {world.pod(name)["metadata"]["labels"][QUEUE] for name in made} == {"gpus"}
     assert not any(world.pod(name)["spec"].get("schedulingGates") for name in made)
 
 
-def story(world: Queued) -> tuple[Any, ...]:
+def scenario(world: Queued) -> tuple[Any, ...]:
     """The whole cycle: queued, admitted, preempted, returned, suspended, resumed."""
-    world.create().go_on(4).simulation.train()
+    world.create().advance(4).simulation.train()
     world.preempt(left=1)
-    world.go_on(5)
+    world.advance(5)
     world.kueue.quota = 3
-    world.go_on(4)
+    world.advance(4)
     world.suspend(True)
-    world.go_on(4)
+    world.advance(4)
     assert world.kueue.used == 0
     world.suspend(False)
-    world.go_on(4)
+    world.advance(4)
     status = world.status
     return (
         sorted(name[:5] for name in world.running()),
@@ -602,7 +602,7 @@ def test_an_operator_killed_at_any_write_of_a_queued_run_reaches_the_same_end(
     is_before: bool,
 ) -> None:
     plain = Queued()
-    expected = story(plain)
+    expected = scenario(plain)
     count = len([one for one in plain.simulation.store.writes if one.plural != "events"])
     assert expected[:2] == (["run-0", "run-1", "run-2"], 3)
     assert expected[3:] == ({"total": 2, "byCause": {"Preempted": 2}}, [])
@@ -610,7 +610,7 @@ def test_an_operator_killed_at_any_write_of_a_queued_run_reaches_the_same_end(
     for number in range(count):
         world = Queued()
         killing(number, is_before=is_before)(world)
-        end = story(world)
+        end = scenario(world)
         if end != expected:
             other[number] = copy.copy(end)
     assert other == {}, expected

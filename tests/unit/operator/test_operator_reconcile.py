@@ -18,7 +18,7 @@ from evergrad_operator.core.objects.errors import ApiError
 from evergrad_operator.core.objects.times import format_time
 from evergrad_operator.core.observe.observe import VolumeRecord, build_record
 
-Story = Callable[[Simulation], None]
+Scenario = Callable[[Simulation], None]
 NONE_CONNECTED = {"min": 1, "max": 2, "ready": 0, "connected": 0, "members": []}
 
 
@@ -425,13 +425,13 @@ def complete(simulation: Simulation) -> None:
     simulation.settle()
 
 
-def story_completes(simulation: Simulation) -> None:
+def scenario_completes(simulation: Simulation) -> None:
     simulation.create_run()
     begin(simulation)
     complete(simulation)
 
 
-def story_loses_a_pod(simulation: Simulation) -> None:
+def scenario_loses_a_pod(simulation: Simulation) -> None:
     simulation.create_run()
     begin(simulation)
     if "run-0-0" in simulation.pods():
@@ -442,7 +442,7 @@ def story_loses_a_pod(simulation: Simulation) -> None:
     complete(simulation)
 
 
-def story_is_suspended_and_resumed(simulation: Simulation) -> None:
+def scenario_is_suspended_and_resumed(simulation: Simulation) -> None:
     simulation.create_run()
     begin(simulation)
     simulation.store.change("trainingruns", *KEY, {"spec": {"suspend": True}})
@@ -457,7 +457,7 @@ def story_is_suspended_and_resumed(simulation: Simulation) -> None:
     complete(simulation)
 
 
-def story_prepares_first(simulation: Simulation) -> None:
+def scenario_prepares_first(simulation: Simulation) -> None:
     simulation.create_run(preparation={"resources": {"requests": {"cpu": "2"}}})
     simulation.settle()
     simulation.start_pods()
@@ -473,7 +473,7 @@ def story_prepares_first(simulation: Simulation) -> None:
     complete(simulation)
 
 
-def end_with_words(simulation: Simulation, exit_code: int, **words: Any) -> None:
+def end_with_message(simulation: Simulation, exit_code: int, **words: Any) -> None:
     """The coordinator sends its last messages, and all nodes end before it is polled again."""
     simulation.train(5, nodes=NONE_CONNECTED, **words)
     for name in simulation.pods():
@@ -487,22 +487,22 @@ def end_with_words(simulation: Simulation, exit_code: int, **words: Any) -> None
     simulation.settle()
 
 
-def story_stops_on_request(simulation: Simulation) -> None:
+def scenario_stops_on_request(simulation: Simulation) -> None:
     simulation.create_run()
     begin(simulation)
-    end_with_words(simulation, 75, phase="Stopped", reason="AfterStep", checkpointStep=5)
+    end_with_message(simulation, 75, phase="Stopped", reason="AfterStep", checkpointStep=5)
 
 
-def story_stops_before_a_step_that_is_not_finite(simulation: Simulation) -> None:
+def scenario_stops_before_a_non_finite_step(simulation: Simulation) -> None:
     simulation.create_run()
     begin(simulation)
-    end_with_words(simulation, 75, phase="Stopped", reason="NonFinite", checkpointStep=5)
+    end_with_message(simulation, 75, phase="Stopped", reason="NonFinite", checkpointStep=5)
 
 
-def story_is_failed_by_its_coordinator(simulation: Simulation) -> None:
+def scenario_is_failed_by_its_coordinator(simulation: Simulation) -> None:
     simulation.create_run()
     begin(simulation)
-    end_with_words(simulation, 70, phase="Failed", reason="TooManyFailures")
+    end_with_message(simulation, 70, phase="Failed", reason="TooManyFailures")
 
 
 @pytest.mark.parametrize(
@@ -524,7 +524,7 @@ def test_a_run_whose_end_was_written_is_reconciled_again_a_second_later(
     assert simulation.pods("coordinator") == coordinators
 
 
-def story_fails_and_is_cleaned_at_once(simulation: Simulation) -> None:
+def scenario_fails_and_is_cleaned_up_at_once(simulation: Simulation) -> None:
     simulation.create_run(nodes={"min": 1, "max": 1}, ttlSecondsAfterFinished=0)
     simulation.settle()
     simulation.start_pods()
@@ -535,15 +535,15 @@ def story_fails_and_is_cleaned_at_once(simulation: Simulation) -> None:
     simulation.settle()
 
 
-STORIES = [
-    story_completes,
-    story_loses_a_pod,
-    story_is_suspended_and_resumed,
-    story_prepares_first,
-    story_stops_on_request,
-    story_stops_before_a_step_that_is_not_finite,
-    story_is_failed_by_its_coordinator,
-    story_fails_and_is_cleaned_at_once,
+SCENARIOS = [
+    scenario_completes,
+    scenario_loses_a_pod,
+    scenario_is_suspended_and_resumed,
+    scenario_prepares_first,
+    scenario_stops_on_request,
+    scenario_stops_before_a_non_finite_step,
+    scenario_is_failed_by_its_coordinator,
+    scenario_fails_and_is_cleaned_up_at_once,
 ]
 
 
@@ -568,7 +568,7 @@ def outcome(simulation: Simulation) -> Any:
     )
 
 
-def tell(story: Story, simulation: Simulation) -> None:
+def run_scenario(scenario: Scenario, simulation: Simulation) -> None:
     """Run the events; each time the operator is killed, another one is started."""
     original = simulation.settle
 
@@ -581,10 +581,10 @@ def tell(story: Story, simulation: Simulation) -> None:
                 simulation.start_operator()
 
     simulation.settle = settle  # type: ignore[method-assign]
-    story(simulation)
+    scenario(simulation)
 
 
-def with_crash(story: Story, number: int, *, is_before: bool) -> Simulation:
+def with_crash(scenario: Scenario, number: int, *, is_before: bool) -> Simulation:
     simulation = Simulation()
     original = simulation.create_run
 
@@ -595,32 +595,33 @@ def with_crash(story: Story, number: int, *, is_before: bool) -> Simulation:
         )
 
     simulation.create_run = create_run  # type: ignore[method-assign]
-    tell(story, simulation)
+    run_scenario(scenario, simulation)
     return simulation
 
 
-@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("is_before", [True, False])
 def test_an_operator_killed_before_or_after_any_of_its_writes_reaches_the_same_end(
-    story: Story, is_before: bool
+    scenario: Scenario, is_before: bool
 ) -> None:
     plain = Simulation()
-    story(plain)
+    scenario(plain)
     expected, count = outcome(plain), len(writes(plain))
     assert count > 8
     ends = [
-        outcome(with_crash(story, number, is_before=is_before)) for number in range(count)
+        outcome(with_crash(scenario, number, is_before=is_before))
+        for number in range(count)
     ]
     assert [number for number, end in enumerate(ends) if end != expected] == []
 
 
-@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("status", [500, 409])
 def test_a_write_that_fails_once_at_any_point_reaches_the_same_end(
-    story: Story, status: int
+    scenario: Scenario, status: int
 ) -> None:
     plain = Simulation()
-    story(plain)
+    scenario(plain)
     expected, count = outcome(plain), len(writes(plain))
     for number in range(count):
         simulation, seen = Simulation(), [-1]
@@ -647,7 +648,7 @@ def test_a_write_that_fails_once_at_any_point_reaches_the_same_end(
         simulation.create_run = create_run  # type: ignore[method-assign]
         settle = simulation.settle
         simulation.settle = lambda *_, settle=settle, **__: [settle(), settle()][1]  # type: ignore[method-assign]
-        story(simulation)
+        scenario(simulation)
         assert outcome(simulation) == expected, number
 
 
@@ -685,12 +686,12 @@ def test_pods_whose_end_the_watch_missed_are_replaced_after_a_list(
 def test_a_pod_that_was_created_in_the_meantime_is_used_unchanged(
     simulation: Simulation,
 ) -> None:
-    def take_the_name(write: Write) -> None:
+    def occupy_the_name(write: Write) -> None:
         if write.plural == "pods" and write.name == "run-0-0":
             simulation.store.before = lambda write: None
             raise RefusedError(409, "AlreadyExists")
 
-    simulation.store.before = take_the_name
+    simulation.store.before = occupy_the_name
     simulation.settle()
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 

@@ -212,7 +212,7 @@ def test_a_coordinator_that_accepts_no_bounds_does_not_block_the_replacement_of_
     post = simulation.coordinators.post_bounds
 
     async def fail(key: Any, bounds: Any, **_: Any) -> None:
-        assert "run-1-1" in simulation.pods()  # bounds come last
+        assert "run-1-1" in simulation.pods()  # bounds are posted last
         raise OperatorError(
             "the coordinator at 10.0.0.1 did not answer POST /bounds: TimeoutError"
         )

@@ -196,7 +196,7 @@ def test_a_recently_deleted_namesake_leaves_no_token(
     with simulation.by_others():
         secret = simulation.store.objects[kept]
         simulation.store.remove("trainingruns", "ns", "run")
-        simulation.store.objects[kept] = secret  # the garbage collector comes later
+        simulation.store.objects[kept] = secret  # the garbage collector acts later
     simulation.reconcile()
     simulation.create_run()
     simulation.settle()

@@ -1,4 +1,5 @@
-"""Updates of each optimizer by hand, equal wherever a tensor is cut, and its state before the first step."""
+"""Updates of each optimizer computed by hand, equal for any split of a tensor, and its state before the first
+step."""
 
 import math
 from typing import Any

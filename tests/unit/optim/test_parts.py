@@ -1,4 +1,4 @@
-"""A part of a tensor is updated to the bits that the whole tensor would get, wherever it was cut."""
+"""A part of a tensor is updated to the bits that the whole tensor would get, for any split."""
 
 import itertools
 
@@ -13,7 +13,7 @@ HYPER = {"learning_rate": 1e-3, "betas": (0.9, 0.95), "epsilon": 1e-8, "weight_d
 
 
 def make(total: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """Weights, gradient and moments. Magnitudes are spread, so that roundings differ wherever they can."""
+    """Weights, gradient and moments. Magnitudes are spread, so that roundings differ as much as possible."""
     source = torch.Generator().manual_seed(seed)
     weights, gradient, average = (
         (

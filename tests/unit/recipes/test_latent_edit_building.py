@@ -28,7 +28,7 @@ def test_windows_avoid_the_ends_of_a_chromosome_and_follow_in_strides() -> None:
     assert [row["start_bp"] for row in rows] == [256, 256 + 8192, 256 + 2 * 8192]
     assert rows[1]["sequence"] == text[8448:8960]
     assert rows[1]["record_id"] == "toy-chr3-8448"
-    # The last window ends at the margin, and one base less has no room for it.
+    # The last window ends at the margin, and with one base less it would not fit.
     for length, expected in ((22, 2), (21, 1)):
         own = sample_windows(
             text[:length], chromosome="c", length=8, source="t", margin=3, stride=8

@@ -267,12 +267,12 @@ def test_a_run_in_several_worlds_shows_them_and_counts_no_restart(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=57, ended="killed"))
-    run.go_on(
+    run.change_world(
         synthetic.World(
             last=90, cause="node_lost", detail="node 0 lost", world_size=1, ended="killed"
         )
     )
-    run.go_on(
+    run.change_world(
         synthetic.World(
             last=200,
             cause="node_joined",

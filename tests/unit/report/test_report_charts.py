@@ -183,7 +183,7 @@ def test_every_chart_describes_its_picture_in_text(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=57, ended="killed"))
-    run.go_on(synthetic.World(last=90, world_size=1))
+    run.change_world(synthetic.World(last=90, world_size=1))
     plots = build_plots(gather_facts(run.directory))
     assert plots[-1].title == "World size"
     for plot in plots:

@@ -71,7 +71,7 @@ def test_a_row_that_a_frozen_process_writes_late_is_not_the_progress_of_the_run(
 ) -> None:
     run = synthetic.RunWriter(tmp_path / "run")
     run.write(synthetic.Process(last=57, ended="killed"))
-    run.go_on(synthetic.World(last=200))
+    run.change_world(synthetic.World(last=200))
     expected = json.loads(
         write_report(run.directory.path, now=0.0).summary.read_text("utf-8")
     )

@@ -159,7 +159,7 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     ),
     "TrainingOperatorDown": (
         "30m",
-        # The pod is gone; a gap alone would be bridged for five minutes.
+        # The pod is deleted; a gap alone would be bridged for five minutes.
         {f'{LEADER}{{{OWN}, pod="o"}}': "1x10 stale"},
         {
             f'{LEADER}{{{OWN}, pod="o"}}': "0x60",

@@ -1,4 +1,4 @@
-"""What is registered is what is saved, restored, fed, reset and compared, under the names that checkpoints
+"""The registered parts are saved, restored, transferred, reset and compared, under the names that checkpoints
 have always had."""
 
 from collections.abc import Mapping

@@ -1,4 +1,5 @@
-"""The save that the next step waits for: made until it is published, with pauses, and never taken for made."""
+"""The save that the next step waits for: retried with pauses until it is published, and never assumed to be
+made."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -68,7 +69,7 @@ def run_of(
 
 
 @pytest.fixture
-def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Records the requested waits without waiting."""
     made: list[float] = []
     monkeypatch.setattr("evergrad_trainer.training.loop.time.sleep", made.append)
@@ -77,20 +78,20 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.parametrize(("failures", "seconds"), [(0, 0), (1, 5), (2, 15), (4, 55)])
 def test_a_save_that_fails_is_retried_after_growing_pauses(
-    naps: list[float], failures: int, seconds: float
+    pauses: list[float], failures: int, seconds: float
 ) -> None:
     """Without them trouble of a second would be as many failures as a run may have."""
     saves, told = Saves(failures=failures), Told()
     _anchor(run_of(saves, told))
     assert saves.tried == [STEP] * (failures + 1)
-    assert sum(naps) == pytest.approx(seconds)
+    assert sum(pauses) == pytest.approx(seconds)
     assert told.taken == [STEP] and told.events == ["snapshot"]
 
 
-def test_an_existing_checkpoint_is_not_saved_again(naps: list[float]) -> None:
+def test_an_existing_checkpoint_is_not_saved_again(pauses: list[float]) -> None:
     saves, told = Saves(published=STEP), Told()
     _anchor(run_of(saves, told))
-    assert saves.tried == naps == [] and told.taken == [STEP]
+    assert saves.tried == pauses == [] and told.taken == [STEP]
 
 
 def test_a_pause_ends_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:

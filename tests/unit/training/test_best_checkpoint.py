@@ -1,4 +1,4 @@
-"""The best checkpoint keeps its mark, whatever happens between an evaluation and its save."""
+"""The best checkpoint keeps its mark after any event between an evaluation and its save."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -92,7 +92,7 @@ def make(checkpoints: Checkpoints, *, saves_before: bool) -> TrainingComponents:
     )
 
 
-def meet_again(run: TrainingComponents) -> None:
+def form_next_world(run: TrainingComponents) -> None:
     """Let what this process holds be the state of the next world, as its ranks agree on it."""
     progress, checkpoints = run.progress, run.checkpoints
     row = describe_rank(progress, checkpoints, held_step=progress.finished_steps)
@@ -110,7 +110,7 @@ def test_a_best_step_whose_save_ended_with_its_world_is_saved_as_best_by_the_nex
         train(run)
         checkpoints.wait()
     assert run.progress.best is not None and run.progress.best["step"] == STEPS
-    meet_again(run)
+    form_next_world(run)
     assert train(run) == "complete"
     checkpoints.wait()
     assert checkpoints.marked == [3, STEPS]
@@ -135,7 +135,7 @@ def test_a_best_checkpoint_published_before_its_mark_is_marked_by_the_next_world
     with pytest.raises(PeerLostError):
         train(run)
     assert checkpoints.marked == [] and run.progress.finished_steps == 3
-    meet_again(run)
+    form_next_world(run)
     assert train(run) == "complete"
     assert checkpoints.marked == [3, STEPS]
 

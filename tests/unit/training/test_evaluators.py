@@ -71,7 +71,7 @@ def test_an_error_in_a_summary_names_the_line_of_the_task(
     ],
 )
 def test_undeclared_metrics_are_refused(found: Any, said: str) -> None:
-    """The best checkpoint, or a monitor, would wait for a metric that never comes."""
+    """The best checkpoint, or a monitor, would wait for a metric that is never measured."""
     summarize = summary_of(Code(None), summarize=lambda means: found)
     with pytest.raises(InputError, match=f"the metrics of evaluator own are share; {said}"):
         summarize({"right": 0.5}, STAGE)

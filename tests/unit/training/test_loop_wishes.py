@@ -169,7 +169,7 @@ def test_a_requested_save_is_made_by_the_next_world_if_this_one_breaks_first() -
         train(replace(run, limits=limits, evaluator=evaluator_of(breaks)))
     assert done == []
 
-    # Another process continues with the state of this process; the save comes after the evaluation.
+    # Another process continues with the state of this process; the save follows the evaluation.
     progress = TrainingProgress()
     progress.load_values(run.progress.values())
     assert train(replace(run, limits=limits, progress=progress)) == "complete"

@@ -1,5 +1,5 @@
-"""A task's changes of its modules between two steps: the same on every rank, whatever the rank has computed
-before."""
+"""A task's changes of its modules between two steps: the same on every rank, independently of earlier
+computation."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +16,7 @@ from evergrad_trainer.training.task_adapter import build_finish, enter_first
 
 
 class Noisy:
-    """Draws random numbers wherever kept tensors may change."""
+    """Draws random numbers at each place where kept tensors may change."""
 
     def after_update(self, modules: Modules, metrics: Any) -> None:
         modules.kept["noise"].normal_()

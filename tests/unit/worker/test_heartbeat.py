@@ -1,4 +1,4 @@
-"""A worker's last signs of life can be read by its supervisor when it is gone."""
+"""A worker's last heartbeat can be read by its supervisor after the worker has exited."""
 
 import multiprocessing
 

@@ -1,4 +1,4 @@
-"""A worker's life goes only from one state to the next that its table has."""
+"""A worker's life changes only from one state to the next state of its table."""
 
 import pytest
 

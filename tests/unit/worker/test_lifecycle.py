@@ -1,4 +1,4 @@
-"""Rank 0 of a world records its start and its end, whatever happens to worlds in between."""
+"""Rank 0 of a world records its start and its end, for any events of worlds in between."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ Settle = Callable[[Session], None]
 
 
 class Log(BaseObserver):
-    """Keeps what was written in the order of writing; what comes once it is closed is lost."""
+    """Stores records in the order of writing; records after the close are lost."""
 
     def __init__(self) -> None:
         self.rows: list[str] = []

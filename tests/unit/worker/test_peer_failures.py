@@ -20,7 +20,7 @@ NCCL = (
 @pytest.mark.parametrize(
     "text",
     [
-        # Messages of torch 2.13 if a process of a group is killed or frozen, or if its store is gone.
+        # Messages of torch 2.13 if a process of a group is killed or frozen, or if its store has closed.
         (
             f"{GLOO}pair.cc:553] Connection closed by peer [127.0.0.1]:12170. This is typically "
             "caused by a remote worker crashing."

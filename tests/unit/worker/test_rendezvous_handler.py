@@ -102,7 +102,7 @@ class FakeClient:
 
     # ---- the test's side -----------------------------------------------------------------------------------
 
-    def say(self, *messages: Message) -> None:
+    def deliver(self, *messages: Message) -> None:
         """Deliver messages, and return when they were taken."""
         for message in messages:
             self.call(self.on_message, message)
@@ -117,7 +117,7 @@ class FakeClient:
         self._loop.call_soon_threadsafe(run)
         assert is_done.wait(PATIENCE)
 
-    def heard(self, kind: type[Message], count: int = 1) -> list[Any]:
+    def find_sent(self, kind: type[Message], count: int = 1) -> list[Any]:
         """Wait until the node has sent at least ``count`` messages of this type."""
         until(
             lambda: sum(isinstance(message, kind) for message in self.sent) >= count,
@@ -125,7 +125,7 @@ class FakeClient:
         )
         return [message for message in self.sent if isinstance(message, kind)]
 
-    def never_heard(self, kind: type[Message]) -> bool:
+    def never_sent(self, kind: type[Message]) -> bool:
         self.call(lambda: None)
         return not any(isinstance(message, kind) for message in self.sent)
 
@@ -202,14 +202,14 @@ def join(
     """Takes part in a group."""
     client = FakeClient.newest
     rendezvous = Rendezvous(handler)
-    client.say(plan(generation))
+    client.deliver(plan(generation))
     until(
         lambda: any(
             isinstance(one, Ready) and one.generation == generation for one in client.sent
         ),
         "ready",
     )
-    client.say(go(generation, node_rank=node_rank, num_nodes=num_nodes))
+    client.deliver(go(generation, node_rank=node_rank, num_nodes=num_nodes))
     return rendezvous.wait()
 
 
@@ -344,7 +344,7 @@ def test_a_group_is_joined_by_plan_ready_and_go(handler: EvergradRendezvousHandl
         "10.0.0.1",
         5,
     )
-    ready = client.heard(Ready)[0]
+    ready = client.find_sent(Ready)[0]
     assert (ready.generation, ready.workers) == (7, 1)
     with socket.create_connection(("127.0.0.1", ready.port), timeout=PATIENCE):
         pass  # the store exists before its address is sent
@@ -356,16 +356,16 @@ def test_a_group_is_joined_by_plan_ready_and_go(handler: EvergradRendezvousHandl
 def test_each_plan_gets_its_own_store(handler: EvergradRendezvousHandler) -> None:
     client = FakeClient.newest
     rendezvous = Rendezvous(handler)
-    client.say(plan(7))
-    first = client.heard(Ready)[0]
-    client.say(plan(8))
-    second = client.heard(Ready, 2)[1]
+    client.deliver(plan(7))
+    first = client.find_sent(Ready)[0]
+    client.deliver(plan(8))
+    second = client.find_sent(Ready, 2)[1]
     assert second.generation == 8
     assert second.port != first.port
     # The older group's go arrives late: it began without this node's consent.
-    client.say(go(7))
+    client.deliver(go(7))
     assert rendezvous.is_alive()
-    client.say(go(8))
+    client.deliver(go(8))
     assert rendezvous.wait().rank == 1
     assert client.hello().had == Placement(8, 1, 1, 2)
 
@@ -375,10 +375,10 @@ def test_a_spare_reports_itself_as_such_and_waits(
 ) -> None:
     client = FakeClient.newest
     rendezvous = Rendezvous(handler)
-    client.say(plan(7, is_member=False))
-    assert client.heard(Ready)[0].port == 0
+    client.deliver(plan(7, is_member=False))
+    assert client.find_sent(Ready)[0].port == 0
     assert rendezvous.is_alive()
-    client.say(End(0, "complete"))
+    client.deliver(End(0, "complete"))
     rendezvous.join(PATIENCE)
     assert rendezvous.exit_code == 0
 
@@ -397,7 +397,7 @@ def test_the_exit_code_of_the_coordinator_is_the_exit_code_of_the_agent(
     message: End | Refused,
     code: int,
 ) -> None:
-    FakeClient.newest.say(message)
+    FakeClient.newest.deliver(message)
     rendezvous = Rendezvous(handler)
     rendezvous.join(PATIENCE)
     assert rendezvous.exit_code == code
@@ -455,7 +455,7 @@ def test_workers_continue_without_changes_and_the_group_is_reported_up_once(
 ) -> None:
     join(handler)
     assert [handler.num_nodes_waiting() for _ in range(3)] == [0, 0, 0]
-    assert FakeClient.newest.heard(Up) == [Up(7, -1)]
+    assert FakeClient.newest.find_sent(Up) == [Up(7, -1)]
 
 
 @pytest.mark.parametrize(
@@ -466,7 +466,7 @@ def test_workers_are_stopped_when_their_group_ends(
     handler: EvergradRendezvousHandler, message: Message
 ) -> None:
     join(handler)
-    FakeClient.newest.say(message)
+    FakeClient.newest.deliver(message)
     assert handler.num_nodes_waiting() == 1
 
 
@@ -475,15 +475,15 @@ def test_workers_are_stopped_when_the_lease_is_lost(
 ) -> None:
     client = FakeClient.newest
     join(handler)
-    client.say(Welcome(7, 4.0, 3.0))
+    client.deliver(Welcome(7, 4.0, 3.0))
     client.seconds_since_contact = 3.9
     assert handler.num_nodes_waiting() == 0
     client.seconds_since_contact = 4.1
     assert handler.num_nodes_waiting() == 1
     rendezvous = Rendezvous(handler)
     until(lambda: client.hello().had is None, "the place to be given up")
-    assert client.never_heard(Broken)
-    client.say(End(0, "complete"))
+    assert client.never_sent(Broken)
+    client.deliver(End(0, "complete"))
     rendezvous.join(PATIENCE)
 
 
@@ -494,10 +494,10 @@ def test_an_unrequested_rendezvous_is_a_failure(
     join(handler)
     assert handler.num_nodes_waiting() == 0
     rendezvous = Rendezvous(handler)
-    broken = client.heard(Broken)
+    broken = client.find_sent(Broken)
     assert [(one.generation, one.cause) for one in broken] == [(7, "worker_crash")]
     assert client.hello().had is None
-    client.say(End(70, "failed"))
+    client.deliver(End(70, "failed"))
     rendezvous.join(PATIENCE)
     assert rendezvous.exit_code == 70
 
@@ -507,12 +507,12 @@ def test_a_requested_rendezvous_is_not_a_failure(
 ) -> None:
     client = FakeClient.newest
     join(handler)
-    client.say(plan(8))
+    client.deliver(plan(8))
     assert handler.num_nodes_waiting() == 1
     rendezvous = Rendezvous(handler)
-    client.heard(Ready, 2)
-    assert client.never_heard(Broken)
-    client.say(go(8))
+    client.find_sent(Ready, 2)
+    assert client.never_sent(Broken)
+    client.deliver(go(8))
     rendezvous.wait()
 
 
@@ -524,9 +524,9 @@ def test_workers_that_stop_gracefully_get_the_time_for_it(
         worker.connect(os.path.join(os.environ["EVERGRAD_NODE_STATE"], "socket"))
         worker.sendall(b'{"type": "guard", "generation": 7}\n')
         until(lambda: handler._link.loop.node_state.has_guard(7), "the guard")
-        FakeClient.newest.say(plan(8, hard=False))
+        FakeClient.newest.deliver(plan(8, hard=False))
         assert handler.num_nodes_waiting() == 0
-        FakeClient.newest.say(plan(9, hard=True))
+        FakeClient.newest.deliver(plan(9, hard=True))
         assert handler.num_nodes_waiting() == 1
 
 
@@ -539,18 +539,18 @@ def test_the_exit_barrier_is_a_vote_that_lasts_until_the_coordinator_has_counted
     client = FakeClient.newest
     store = join(handler).store
     assert store.add("barrier", 1) == 0
-    assert client.heard(Done) == [Done(7)]
-    assert client.heard(Up) == [Up(7, -1)]
+    assert client.find_sent(Done) == [Done(7)]
+    assert client.find_sent(Up) == [Up(7, -1)]
     waiting = threading.Thread(target=store.wait, args=(["barrier"],), daemon=True)
     waiting.start()
-    # The others form a new group without this node, which reports that its workers are gone. A new connection
-    # receives the vote again.
-    client.say(plan(8, is_member=False))
-    assert client.heard(Ready, 2)[1] == Ready(8, workers=0, port=0)
+    # The others form a new group without this node, which reports that its workers have exited. A new
+    # connection receives the vote again.
+    client.deliver(plan(8, is_member=False))
+    assert client.find_sent(Ready, 2)[1] == Ready(8, workers=0, port=0)
     client.call(client.on_connected)
-    assert client.heard(Done, 2) == [Done(7), Done(7)]
+    assert client.find_sent(Done, 2) == [Done(7), Done(7)]
     assert waiting.is_alive()
-    client.say(End(0, "complete"))
+    client.deliver(End(0, "complete"))
     waiting.join(PATIENCE)
     assert not waiting.is_alive()
 
@@ -564,7 +564,7 @@ def test_the_last_progress_is_sent_before_the_vote_that_may_end_the_run(
         handler._link.loop.members.take_report, {"step": 9, "rank": 0, "generation": 7}
     )
     store.add("barrier", 1)
-    client.heard(Done)
+    client.find_sent(Done)
     kinds = [type(message) for message in client.sent]
     assert kinds.index(Progress) < kinds.index(Done)
 
@@ -574,7 +574,7 @@ def test_a_run_that_fails_during_the_exit_barrier_fails_the_agent(
 ) -> None:
     store = join(handler).store
     store.add("barrier", 1)
-    FakeClient.newest.say(End(70, "failed"))
+    FakeClient.newest.deliver(End(70, "failed"))
     with pytest.raises(SystemExit) as caught:
         store.wait(["barrier"])
     assert caught.value.code == 70
@@ -593,7 +593,7 @@ def test_workers_that_ended_successfully_only_on_a_stop_request_are_not_done(
     with pytest.raises(SystemExit) as caught:
         store.add("barrier", 1)
     assert caught.value.code == 75
-    assert FakeClient.newest.never_heard(Done)
+    assert FakeClient.newest.never_sent(Done)
 
 
 def test_a_signal_is_reported_at_once_and_the_node_drains(
@@ -603,12 +603,12 @@ def test_a_signal_is_reported_at_once_and_the_node_drains(
     join(handler)
     os.write(handler._link.loop.wakeup.write_end, bytes([signal.SIGCHLD]))
     os.write(handler._link.loop.wakeup.write_end, bytes([signal.SIGTERM, signal.SIGTERM]))
-    assert client.heard(Leaving) == [Leaving()]
+    assert client.find_sent(Leaving) == [Leaving()]
     assert client.hello().workers == 0
-    client.say(plan(8, hard=False, is_member=False))
+    client.deliver(plan(8, hard=False, is_member=False))
     handler.shutdown()
-    assert client.heard(Ready, 2)[1] == Ready(8, workers=0, port=0)
-    assert client.heard(Left) == [Left(8, is_saved=False)]
+    assert client.find_sent(Ready, 2)[1] == Ready(8, workers=0, port=0)
+    assert client.find_sent(Left) == [Left(8, is_saved=False)]
     assert not any(isinstance(message, Broken) for message in client.sent)
 
 
@@ -616,8 +616,8 @@ def test_a_node_that_receives_leave_confirms_it_and_exits(
     handler: EvergradRendezvousHandler,
 ) -> None:
     client = FakeClient.newest
-    client.say(Leave(8, save=False))
-    assert client.heard(Left) == [Left(8, is_saved=False)]
+    client.deliver(Leave(8, save=False))
+    assert client.find_sent(Left) == [Left(8, is_saved=False)]
     assert handler.is_closed()
 
 
@@ -630,7 +630,7 @@ def test_a_closed_handler_leaves_no_directory(
     assert not directory.exists()
 
 
-# ---- what workers say --------------------------------------------------------------------------------------
+# ---- reports of workers --------------------------------------------------------------------------------
 
 
 def test_reports_of_rank_0_become_progress_and_a_new_checkpoint_a_boundary(
@@ -654,8 +654,8 @@ def test_reports_of_rank_0_become_progress_and_a_new_checkpoint_a_boundary(
     client.call(take, {"step": 98, "rank": 0, "generation": 6})
     client.call(take, {"step": 4, "rank": 0, "generation": 7, "checkpoint_step": 4})
     client.call(take, {"step": 5, "rank": 0, "generation": 7, "checkpoint_step": 4})
-    assert client.heard(Boundary) == [Boundary(7, 4)]
-    progress = client.heard(Progress)
+    assert client.find_sent(Boundary) == [Boundary(7, 4)]
+    progress = client.find_sent(Progress)
     assert all(one.step < 10 for one in progress)
     first = next(one for one in progress if one.step == 4)
     assert (
@@ -670,7 +670,7 @@ def test_reports_of_rank_0_become_progress_and_a_new_checkpoint_a_boundary(
         4,
     )
     assert first.eta_seconds is not None
-    until(lambda: client.heard(Progress)[-1].step == 5, "the newest step")
+    until(lambda: client.find_sent(Progress)[-1].step == 5, "the newest step")
     assert handler._link.loop.members.reports.step == 5
 
 

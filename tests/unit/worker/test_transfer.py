@@ -1,4 +1,5 @@
-"""Which rank gives its state to which, and that what arrives is what was sent, type by type and chunk by chunk."""
+"""Which rank sends its state to which, and that the received data equal the sent data, type by type and chunk
+by chunk."""
 
 import queue
 from collections import defaultdict

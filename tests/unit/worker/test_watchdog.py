@@ -27,14 +27,14 @@ class Pair:
     supervisor: Channel
     watchdog: Watchdog
 
-    def hear(self) -> Any:
-        """The next record, if it comes within a minute."""
+    def receive_answer(self) -> Any:
+        """Return the next record, or fail after a minute."""
         return self.supervisor.receive(60.0)
 
     def settle(self) -> None:
         """Until the watchdog has taken all that was sent so far."""
         self.supervisor.send(channel.WorkerPing())
-        assert self.hear() == channel.WorkerPong()
+        assert self.receive_answer() == channel.WorkerPong()
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_each_change_is_answered_once_with_the_held_step(pair: Pair) -> None:
     orders = awaited(pair.watchdog, step=7)
     for generation in (1, 4):
         pair.supervisor.send(channel.WorkerPlan(generation, hard=False))
-        assert pair.hear() == channel.WorkerReady(generation, 7)
+        assert pair.receive_answer() == channel.WorkerReady(generation, 7)
     pair.supervisor.send(channel.WorkerPlan(4, hard=True))
     pair.settle()
     pair.supervisor.send(begin(4))
@@ -91,9 +91,9 @@ def test_each_change_is_answered_once_with_the_held_step(pair: Pair) -> None:
 def test_a_begin_older_than_the_newest_change_is_ignored(pair: Pair) -> None:
     orders = awaited(pair.watchdog, step=-1)
     pair.supervisor.send(channel.WorkerPlan(2, hard=False))
-    assert pair.hear() == channel.WorkerReady(2, -1)
+    assert pair.receive_answer() == channel.WorkerReady(2, -1)
     pair.supervisor.send(channel.WorkerPlan(3, hard=False))
-    assert pair.hear() == channel.WorkerReady(3, -1)
+    assert pair.receive_answer() == channel.WorkerReady(3, -1)
     pair.supervisor.send(begin(2))
     pair.settle()
     assert orders == []
