@@ -245,9 +245,10 @@ $(SITE)/.installed: tools/requirements/docs.in
 	@touch $@
 
 # Never --quiet: MkDocs then counts no warnings, and --strict ends nothing.
-docs: $(SITE)/.installed ## build the site into build/site, where a broken link or a page outside the navigation is an error
+docs: $(INSTALLED) $(SITE)/.installed ## build the site into build/site, where a broken link, a page outside the navigation or cut-off text is an error
 	$(call stage,site)
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
+	PYTHONPATH=$(CURDIR)/tests:$(CURDIR)/tests/integration/helpers $(BIN)/python tools/docs/check_widths.py build/site
 
 changes: $(INSTALLED) ## print the section of the changelog that the fragments in changes/ make
 	@$(BIN)/towncrier build --draft --version Unreleased

@@ -1,5 +1,5 @@
-"""Hooks of MkDocs for `make docs`: every page keeps its path in the repository, and a built page loads
-nothing from other hosts.
+"""Hooks of MkDocs for `make docs`: every page except the home page keeps its path in the repository, and
+a built page loads nothing from other hosts.
 
 MkDocs publishes one folder, docs/. README, CHANGELOG, the examples and the results of benchmarks are outside
 this folder, and pages link to them and to sources. With their paths in the repository, all of these links
@@ -28,6 +28,10 @@ OUTSIDE = (
     "charts/*/README.md",
     "examples/*/README.md",
 )
+HOME = "docs/README.md"
+"""The page at the root of the site. On the repository's host, README.md has that role."""
+PLACES = {HOME: "index.html", "README.md": "README/index.html"}
+"""Files of the site whose path is not that of the repository."""
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 _NAMED_LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)\)")
 _FOREIGN = re.compile(
@@ -97,12 +101,14 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
             pages.add(Path(str(file.abs_src_path)))
     linked = {path for page in pages for path in find_linked_files(page)}
     wanted = {page.relative_to(ROOT).as_posix() for page in pages} | linked
-    ours = (
+    ours = [
         File.generated(
             config, path, abs_src_path=str(ROOT / path), inclusion=InclusionLevel.INCLUDED
         )
         for path in sorted(wanted)
-    )
+    ]
+    for file in ours:
+        file.dest_uri = PLACES.get(file.src_uri, file.dest_uri)
     return Files([*found, *ours])
 
 
@@ -117,7 +123,9 @@ def unlink_folders(text: str, folder: Path) -> str:
 def on_page_markdown(
     markdown: str, *, page: Page, config: MkDocsConfig, files: Files
 ) -> str:
-    """Return the page without links to folders."""
+    """Return the page without links to folders. The home page has no columns at its sides."""
+    if page.file.src_uri == HOME:
+        page.meta["hide"] = ["navigation", "toc"]
     return unlink_folders(markdown, (ROOT / page.file.src_uri).parent)
 
 

@@ -111,6 +111,20 @@ def test_the_index_has_every_page_of_a_folder_in_the_section_of_its_name(
     assert missing == set()
 
 
+def test_the_home_page_begins_with_a_picture_two_commands_and_the_sections(
+    root: Path, hooks: ModuleType
+) -> None:
+    config = yaml.load((root / "mkdocs.yml").read_text("utf-8"), Loader=_Loader)
+    home, *sections = config["nav"]
+    assert home == {"Home": hooks.HOME}
+    begin = (root / hooks.HOME).read_text("utf-8").split("\n## ", 1)[0]
+    assert begin.count("![") == 1
+    commands = re.findall(r"^```sh\n(.*)\n```$", begin, flags=re.MULTILINE)
+    assert commands == ["make run", "kubectl apply -f examples/quickstart/"]
+    entries = re.findall(r"^- \[(\w+)\]", begin, flags=re.MULTILINE)
+    assert entries == [title for section in sections for title in section]
+
+
 def test_linked_files_of_a_page_are_found_and_pages_and_urls_are_not(
     root: Path, hooks: ModuleType
 ) -> None:
