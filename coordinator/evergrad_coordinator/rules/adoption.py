@@ -39,7 +39,9 @@ def try_to_adopt(group: Group, now: float) -> None:
     group.generation = group.newest_known
     group.world = GroupWorld(generation, places, started_at=now, up_at=now, up=set(places))
     group.log("adopted", adopted=generation, nodes=len(places), worldSize=group.world.size)
-    group.accounting.end(now=now)
+    # If it is the group that was known, it is not a restart: only its connections were lost.
+    if world is None or world.generation != generation:
+        group.accounting.end(now=now)
     _answer_kept(group, rendezvous, now)
 
 

@@ -59,7 +59,7 @@ def _record_loss(group: Group, node: Node, why: str, now: float) -> None:
     # has ended.
     if node.key not in world.out:
         world.last_contact[node.key] = node.seen
-        if not world.is_over and node.key not in world.done:
+        if not (world.is_over or group.finished or node.key in world.done):
             group.accounting.begin("node_lost", at=node.seen if why == "silent" else now)
 
 

@@ -40,6 +40,13 @@ class Accounting:
         if self.cause is None:
             return
         self.restarts[self.cause] = self.restarts.get(self.cause, 0) + 1
+        self.cancel(now=now)
+
+    def cancel(self, *, now: float) -> None:
+        """End the current outage without a restart, because the same group trains or the run has ended.
+
+        Its seconds stay counted, because a counter must not decrease.
+        """
         self.lost_seconds = self.observe_lost(now=now)
         self.cause = None
 

@@ -7,7 +7,7 @@ state of the group                                member, or planned  others
 ================================================  =================  =======
 over                                              end                end
 adopting: nodes that name a place they have       training           waiting
-running or draining, and no member is lost        training, repeated idle
+running or draining, whole and not broken         training, repeated idle
 fewer nodes are here than are needed              waiting            waiting
 rendezvous, waiting                               waiting            waiting
 any other: a plan, a start, a group that broke    recovery           idle
@@ -53,9 +53,14 @@ def advance(group: Group, *, now: float) -> None:
     trains = (
         phase in _UP
         and world is not None
+        and not world.is_broken
         and not find_lost(world, group.nodes.values())
         and world.out <= world.done
     )
+    # An outage ends with the run. It also ends if the group trains although no new group is up: a member's
+    # connection was lost, and the member is back before a plan was made.
+    if trains or phase is GroupPhase.OVER:
+        group.accounting.cancel(now=now)
     if not trains:
         # After training has stopped, no report can claim earlier time any more.
         ledger.settle()

@@ -222,6 +222,10 @@ def check_any_order(cluster: Cluster, events: list[tuple[str, Any]]) -> None:
             cluster.group.nodes,
         )
         cluster.run(0.3)
+    # Two counts of the same time agree: if nodes train, none of it is lost.
+    cluster.run(0.6)
+    if cluster.group.ledger.nodes.keys() & {"training", "repeated"}:
+        assert cluster.group.accounting.cause is None
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import json
 from simulated_cluster import Cluster, make_settings
 
 from evergrad_common.metrics import COORDINATOR
-from evergrad_coordinator.protocol import Broken, Progress
+from evergrad_coordinator.protocol import Broken, Progress, Result
 from evergrad_coordinator.rules.status import (
     MAX_LISTED,
     EdgeFacts,
@@ -114,6 +114,41 @@ def test_an_ongoing_outage_is_already_counted() -> None:
     cluster.run(5)
     lost = build_status(cluster.group, now=cluster.now)["lostSeconds"]
     assert 4 < lost["node_lost"] < 6
+
+
+def test_a_group_that_trains_again_with_a_returned_member_loses_no_more_time() -> None:
+    cluster = start_running()
+    node = cluster.nodes[1]
+    # It is back before a review, so that no other group is planned.
+    node.disconnect()
+    node.connect()
+    cluster.run(20)
+    status = build_status(cluster.group, now=cluster.now)
+    assert (status["generation"], status["restarts"]) == (1, {})
+    assert status["lostSeconds"]["node_lost"] < 1
+
+
+def test_a_group_whose_connections_were_all_lost_has_not_restarted() -> None:
+    cluster = start_running()
+    for node in cluster.nodes:
+        node.disconnect()
+    cluster.run(20)
+    status = build_status(cluster.group, now=cluster.now)
+    assert (status["phase"], status["generation"]) == ("Running", 1)
+    assert status["restarts"] == {}
+    assert status["lostSeconds"]["node_lost"] < 1
+
+
+def test_the_time_after_the_end_of_a_run_is_not_lost() -> None:
+    complete, failed = start_running(), start_running()
+    complete.nodes[0].say(Result(1, 100))
+    failed.nodes[1].say(
+        Broken(1, "user_error", rank=1, exit_code=64, is_final=True, time_since=0.5)
+    )
+    for cluster in (complete, failed):
+        cluster.run(20)
+    assert build_status(complete.group, now=complete.now)["lostSeconds"] == {}
+    assert build_status(failed.group, now=failed.now)["lostSeconds"] == {"user_error": 0.5}
 
 
 def test_metrics_are_in_the_prometheus_text_format() -> None:
