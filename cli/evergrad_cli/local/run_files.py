@@ -14,7 +14,7 @@ from evergrad_common.metrics import SHOWN, Throughput
 from evergrad_common.stale_records import Beginnings, InTime
 from evergrad_common.text import duration
 from evergrad_coordinator.rules.downsampled_series import Track
-from evergrad_coordinator.rules.history import RunHistory
+from evergrad_coordinator.rules.history import MOST_CHECKPOINTS, RunHistory
 from evergrad_coordinator.rules.state import MOST_SETS
 
 _MOST_BYTES: Final = 64 * 1024 * 1024
@@ -35,6 +35,9 @@ _TEXTS: Final[Mapping[str, str]] = {
     "complete": "it is complete",
 }
 """Events of events.jsonl that are shown, by type."""
+
+_Moment = tuple[float, float]
+"""Unix time of an event, and the seconds that were lost before it."""
 
 
 class _Lines:
@@ -91,6 +94,9 @@ class RunFiles:
         self._last_type, self._last_event_at = "", 0.0
         self._restarts: dict[str, int] = {}
         self._lost_seconds: dict[str, float] = {}
+        self._started: _Moment = (0.0, 0.0)
+        self._saved: dict[int, _Moment] = {}
+        """The newest saves by step, at most MOST_CHECKPOINTS."""
         self._is_stop_requested = False
         """Whether the newest process has stopped on request."""
         self.newest_time = 0.0
@@ -155,7 +161,9 @@ class RunFiles:
             "etaSeconds": left,
             "checkpointStep": _saved_step(self._newest.get("save", {})),
             "restarts": dict(self._restarts),
-            "lostSeconds": dict(self._lost_seconds),
+            "lostSeconds": {
+                cause: round(lost, 1) for cause, lost in self._lost_seconds.items()
+            },
             "lastFailure": None,
             "updatedSecondsAgo": age,
         }
@@ -195,23 +203,44 @@ class RunFiles:
             kind == "start" and "start" in self._newest and not is_resumed
         ):
             self._restarts[cause] = self._restarts.get(cause, 0) + 1
-            # Count steps after the last event, for example a save, as lost: the killed process trained them
-            # in vain.
-            lost = (
-                at - self._last_event_at
-                if kind == "start"
-                else row.get("paused_seconds") or 0.0
-            )
-            self._lost_seconds[cause] = round(self._lost_seconds.get(cause, 0.0) + lost, 1)
+            lost = row.get("paused_seconds") or 0.0
+            if kind == "start":
+                lost = self._find_lost(row, at)
+            self._lost_seconds[cause] = self._lost_seconds.get(cause, 0.0) + lost
+        moment = at, sum(self._lost_seconds.values())
+        if kind == "start":
+            self._started = moment
         self._newest[kind], self._last_type, self._last_event_at = row, kind, at
         self._note_size(row)
         if kind == "save":
-            self.history.checkpoints.add([elapsed, _saved_step(row)])
+            step = _saved_step(row)
+            self.history.checkpoints.add([elapsed, step])
+            if isinstance(step, int):
+                # A step that was saved before moves to the end, because the oldest save is dropped first.
+                self._saved.pop(step, None)
+                self._saved[step] = moment
+            if len(self._saved) > MOST_CHECKPOINTS:
+                del self._saved[next(iter(self._saved))]
         if kind in _TEXTS:
             with contextlib.suppress(KeyError):
                 known = {key: str(value) for key, value in row.items()}
                 text = _TEXTS[kind].format_map(known | {"cause": cause.replace("_", " ")})
                 self.history.events.add([elapsed, kind, text[:300]])
+
+    def _find_lost(self, start: Mapping[str, Any], at: float) -> float:
+        """Return the seconds that a restart has lost: from the save that it resumes from to its start event.
+
+        The previous process has trained the steps after that save in vain, whether it was killed or failed.
+        """
+        total = sum(self._lost_seconds.values())
+        step = start.get("resumed_from", -1)
+        # Without a save, all steps of the previous process are lost. If the save is not known, count from the
+        # last event.
+        since = self._started
+        if isinstance(step, int):
+            since = max(since, self._saved.get(step, (self._last_event_at, total)))
+        # The time between may contain changes of the world, which are already counted.
+        return max(0.0, at - since[0] - (total - since[1]))
 
     def _note_size(self, row: Mapping[str, Any]) -> None:
         at, size = row.get("time"), row.get("world_size")

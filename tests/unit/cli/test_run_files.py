@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import synthetic_run as synthetic
 
 from evergrad_cli.local import run_page
 from evergrad_cli.local.run_files import RunFiles
 from evergrad_cli.local.run_page import follow, serving_files
+from evergrad_trainer.observers.account_files import account
+from evergrad_trainer.observers.history import read_history
 
 BEGIN = 1_770_000_000.0
 
@@ -178,6 +181,69 @@ def test_a_clock_that_goes_back_causes_no_negative_times(
     assert files.newest_time == BEGIN + 100
     assert [one[0] for one in files.history.events.newest] == [0.0, 100.0]
     assert min(files.history.times.x) >= 0
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        [],
+        [event(56, "alert", message="the loss rises")],
+        [event(57, "failed", message="no memory"), event(57, "end", exit_code=70)],
+    ],
+)
+def test_a_restart_costs_the_time_since_its_save_however_the_process_ended(
+    tmp_path: Path, events: Path, last: list[str]
+) -> None:
+    append(events, start(0), event(50, "save", step=50, checkpoint="step-50"), *last)
+    append(events, start(90, generation=2, resumed_from=50))
+    assert RunFiles(tmp_path).look(BEGIN + 95)["lostSeconds"] == {"process_started": 40.0}
+
+
+def test_a_restart_without_a_save_costs_the_whole_process(
+    tmp_path: Path, events: Path
+) -> None:
+    append(events, start(0), event(30, "alert", message="the loss rises"))
+    append(events, start(40, resumed_from=None))
+    assert RunFiles(tmp_path).look(BEGIN + 50)["lostSeconds"] == {"process_started": 40.0}
+
+
+def test_no_second_is_lost_twice(tmp_path: Path, events: Path) -> None:
+    append(events, start(0), event(50, "save", step=50, checkpoint="step-50"))
+    append(events, event(60, "world", cause="node_lost", paused_seconds=4.0))
+    append(events, *(start(at, resumed_from=50) for at in (90, 120)))
+    # A stop on request: the time until the next start is not lost.
+    append(events, event(130, "save", step=60, checkpoint="step-60"))
+    append(events, event(131, "stop", reason="signal"), start(200, resumed_from=60))
+    append(events, start(210, resumed_from=60))
+    lost = RunFiles(tmp_path).look(BEGIN + 220)["lostSeconds"]
+    assert lost == {"node_lost": 4.0, "process_started": 36.0 + 30.0 + 10.0}
+
+
+def test_short_pauses_add_up(tmp_path: Path, events: Path) -> None:
+    pauses = [
+        event(at, "world", cause="node_lost", paused_seconds=0.04) for at in range(100)
+    ]
+    append(events, start(0), *pauses)
+    status = RunFiles(tmp_path).look(BEGIN + 100)
+    assert (status["restarts"], status["lostSeconds"]) == (
+        {"node_lost": 100},
+        {"node_lost": 4.0},
+    )
+
+
+@pytest.mark.parametrize("ended", ["killed", "failed"])
+def test_the_page_and_the_report_agree_on_the_cost_of_a_restart(
+    tmp_path: Path, ended: str
+) -> None:
+    run = synthetic.RunWriter(tmp_path, total_steps=200)
+    run.write(synthetic.Process(last=157, ended=ended))
+    run.write(synthetic.Process(last=200, resumed_from=150, downtime_seconds=30.0))
+    history = read_history(run.directory)
+    report = account(history.steps, history.events, history.evaluations).lost_seconds
+    between = 7 * synthetic.PAUSE_SECONDS
+    cost = report["recompute"] + between + report["downtime"] + synthetic.STARTUP_SECONDS
+    lost = RunFiles(tmp_path).look(run.now)["lostSeconds"]
+    assert lost["process_started"] == pytest.approx(cost, abs=0.1)
 
 
 def test_a_recreated_directory_is_read_from_its_start(
