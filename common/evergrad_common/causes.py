@@ -4,6 +4,34 @@ process stopped or a pod ended, where time was lost, and how a pod's time was us
 The code that meets a cause chooses its value, and all other code passes the value on. The text of each cause
 for reports and pages is here. No code parses a cause from a sentence. The coordinator's sentences, such as
 ``node 2 lost``, are sent in addition to the value, for people.
+
+Four accounts of time use these causes. They have no common input, so their numbers differ on purpose:
+
+====================  ====================  =======================  =======================================
+account               counts                from                     a change of the group lasts
+====================  ====================  =======================  =======================================
+trainer, ``observers  seconds of rank 0,    steps, evaluations and   from the last step before it to the
+.time_account``       by LOSSES             events, with their       first step after it, without evaluation
+                                            Unix times               and saves
+coordinator,          seconds of the        messages of nodes, with  from the event that stopped the group
+``rules               group, by CHANGES     the coordinator's clock  (for a silent node: its last contact)
+.interruptions``                                                     until all members are up
+coordinator, ``rules  milliseconds of each  the state of the group   as above, but a silent node counts as
+.ledger``             node, by USES         after each message       training until it is lost, because a
+                                                                     counter does not decrease
+page of a run's       seconds of rank 0,    ``events.jsonl``, as it  from the last step before it to the
+files, ``run_files``  by CHANGES            grows                    event of the new group
+====================  ====================  =======================  =======================================
+
+The operator measures the lifetimes of pods, and divides the time of joined pods in proportion to the ledger.
+
+- *Useful* is a step that was kept for the trainer, and one of USEFUL for nodes and pods.
+- *Steps that are trained again*: the trainer counts the lost training as ``recompute``, the page of files
+  counts it as part of the restart, the ledger counts the second training as ``repeated``, and the coordinator
+  counts neither as lost.
+- *A restart* is, in the report, each start of a process after the first. On the coordinator's page it is each
+  change of the group, and on the page of files each change of the group and each start without a requested
+  stop before it.
 """
 
 from collections.abc import Mapping
@@ -178,7 +206,8 @@ ENDINGS: Final[Mapping[Ending, str]] = {
 REQUESTED_ENDINGS: Final[frozenset[str]] = frozenset(
     {"signal", "stop_file", "stop_after_steps", "after_step", "observer", "complete"}
 )
-"""Endings that a user or the manifest requested. The start after such a stop is not a restart."""
+"""Endings that a user or the manifest requested. On the page of a run's files, the start after such a stop is
+not a restart."""
 
 LOSSES: Final[Mapping[str, str]] = {
     "startup": "Start-up: from process start to first step",

@@ -1,6 +1,7 @@
 """Values of a run's time accounts: its processes, restarts and changes of its world, with their seconds."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from evergrad_common.causes import LOSSES, ChangeCause
@@ -124,10 +125,7 @@ class Goodput:
     @property
     def changes_by_cause(self) -> dict[ChangeCause, int]:
         """Number of changes of the world by cause, in order of first occurrence."""
-        counts: dict[ChangeCause, int] = {}
-        for change in self.changes:
-            counts[change.cause] = counts.get(change.cause, 0) + 1
-        return counts
+        return dict(Counter(change.cause for change in self.changes))
 
     @property
     def reconfiguration_seconds_by_cause(self) -> dict[ChangeCause, float]:
@@ -172,7 +170,4 @@ class Goodput:
     @property
     def restarts_by_cause(self) -> dict[str, int]:
         """Number of restarts by cause, in order of first occurrence."""
-        counts: dict[str, int] = {}
-        for restart in self.restarts:
-            counts[restart.cause] = counts.get(restart.cause, 0) + 1
-        return counts
+        return dict(Counter(restart.cause for restart in self.restarts))
