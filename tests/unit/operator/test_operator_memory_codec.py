@@ -12,17 +12,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from simulated_run import START, make_run
 
 from evergrad_operator.core.decision import Action, Decision
 from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.objects.names import Phase, Reason
+from evergrad_operator.core.objects.status_codec import encode
 from evergrad_operator.core.observe.evaluation import EvaluationProgress, Tries
 from evergrad_operator.core.observe.memory import (
     Budget,
     Coordinator,
     EndRecord,
+    FirstStatus,
     HostFaults,
     LastFailure,
     Memory,
@@ -182,7 +185,7 @@ def make_budget(chance: Chance) -> Budget:
             at=chance.time(),
             short_lives=chance.number(),
             retry_at=chance.time(),
-            since=(chance.number(), chance.number()),
+            since=FirstStatus(chance.number(), chance.number()),
         )
     )
 
@@ -311,6 +314,8 @@ WHOLE = (EndRecord, LastFailure, RecordedFinish, Reading)
 
 def show(value: Any) -> Any:
     """Return a value of a memory as JSON: of most dataclasses the fields that differ from their default."""
+    if isinstance(value, FirstStatus):
+        return list(dataclasses.astuple(value))
     if dataclasses.is_dataclass(value):
         found = {}
         for one in dataclasses.fields(value):
@@ -437,3 +442,12 @@ def test_what_is_written_is_read_back_and_is_then_written_in_the_same_way() -> N
         again = write(memory, runs)
         assert again == written
         assert parse_memory({**again, "conditions": [{"type": "Ready"}]}) == memory
+
+
+def test_a_field_that_declares_no_place_is_refused() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Undeclared:
+        step: int = 0
+
+    with pytest.raises(TypeError, match=r"Undeclared\.step: declares no place"):
+        encode(Undeclared())

@@ -17,7 +17,7 @@ from dataclasses import replace
 from evergrad_common.causes import COUNTED, PodCause
 from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.observe.coordinator_status import CoordinatorStatus
-from evergrad_operator.core.observe.memory import Budget, Memory
+from evergrad_operator.core.observe.memory import Budget, FirstStatus, Memory
 from evergrad_operator.core.observe.observe import Observation
 from evergrad_operator.core.observe.pods import PodState, describe_cause
 
@@ -136,7 +136,7 @@ def begin_count(memory: Memory, observation: Observation) -> Memory:
     if progress is None or not observation.is_answer_new:
         return memory
     marked = _mark(budget, memory)
-    since = (progress.attempt, progress.new_steps or 0)
+    since = FirstStatus(progress.attempt, progress.new_steps or 0)
     return replace(memory, budget=replace(marked, since=since))
 
 
@@ -154,9 +154,8 @@ def _has_progress(memory: Memory, progress: CoordinatorStatus, *, is_fresh: bool
     budget, training = memory.budget, memory.training
     if budget.since is None:
         return False
-    attempt, known = budget.since
-    if progress.attempt == attempt and progress.new_steps is not None:
-        return progress.new_steps > known
+    if progress.attempt == budget.since.attempt and progress.new_steps is not None:
+        return progress.new_steps > budget.since.new_steps
 
     # A new coordinator counts from 0 and does not have the steps before its start. Coordinators of older
     # releases do not count. In both cases compare the newest step, or the newest checkpoint, with the

@@ -24,8 +24,8 @@ from typing import Final
 
 from evergrad_common.causes import PodCause
 from evergrad_operator.core.objects.config import Config
+from evergrad_operator.core.objects.status_kinds import MAX_HOSTS
 from evergrad_operator.core.observe.memory import (
-    MAX_HOSTS,
     REMEMBERED_SECONDS,
     HostFaults,
     Memory,
