@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from evergrad_common.causes import COUNTED, PodCause
+from evergrad_operator.core.objects.backoff import find_delay
 from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.observe.coordinator_status import CoordinatorStatus
 from evergrad_operator.core.observe.memory import Budget, FirstStatus, Memory
@@ -96,18 +97,6 @@ def _delay(count: int, config: Config) -> float:
         first=config.first_backoff_seconds,
         longest=config.longest_backoff_seconds,
     )
-
-
-def find_delay(count: int, *, first: float, longest: float) -> float:
-    """Return the seconds to wait before attempt ``count``, doubled each time up to ``longest``.
-
-    The delay is 0 if ``count`` is below 1, because most first failures do not repeat. For example, with
-    ``first=10`` the delays for the counts 0, 1, 2 and 3 are 0, 10, 20 and 40 s.
-    """
-    if count < 1:
-        return 0.0
-    # Limit the exponent, because 2.0 ** 1024 raises OverflowError.
-    return min(longest, first * 2.0 ** min(count - 1, 30))
 
 
 def _mark(budget: Budget, memory: Memory) -> Budget:
