@@ -16,12 +16,11 @@ from status_schema import problems_with, status_schema
 from evergrad_operator.core.fleet import build_fleet
 from evergrad_operator.core.objects.times import format_time, parse_time
 from evergrad_operator.core.observe.facts import count_phases, read_runs
-from evergrad_operator.core.observe.memory import parse_hosts, parse_memory
+from evergrad_operator.core.observe.memory import build_memory, parse_hosts, parse_memory
 from evergrad_operator.core.observe.observe import build_record, observe
 from evergrad_operator.core.observe.pods import parse_pod
 from evergrad_operator.core.observe.spec import parse_run
 from evergrad_operator.core.status.events import derive_events
-from evergrad_operator.core.status.memory_status import build_memory
 from evergrad_operator.edge.cache.cache import InformerCache
 from evergrad_operator.edge.cache.host_index import HostIndex
 from evergrad_operator.edge.cache.store import CHILDREN, CLAIMS, PODS, RUNS

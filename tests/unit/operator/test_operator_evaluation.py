@@ -15,13 +15,8 @@ from prometheus_client.registry import CollectorRegistry
 
 from evergrad_common.contract import ErrorKind, encode_termination
 from evergrad_common.evaluation_report import decode_evaluated, encode_evaluated
-from evergrad_operator.core.observe.evaluation import (
-    EvaluationProgress,
-    Tries,
-    pack_evaluation,
-    parse_evaluation,
-    show_evaluation,
-)
+from evergrad_operator.core.objects.status_codec import decode, encode
+from evergrad_operator.core.observe.evaluation import EvaluationProgress, Tries
 from evergrad_operator.core.observe.facts import read_runs
 from evergrad_operator.core.status.events import derive_events
 from evergrad_operator.edge.metrics.operator_metrics import FactsCollector, RunFactsSource
@@ -558,14 +553,13 @@ def test_the_evaluation_notes_are_read_back_and_bounded() -> None:
         state="Failed",
         message="why",
     )
-    assert parse_evaluation(show_evaluation(known), pack_evaluation(known)) == known
-    assert parse_evaluation({}, "[") == EvaluationProgress() == parse_evaluation({}, "")
-    assert (
-        pack_evaluation(EvaluationProgress()) == ""
-        and show_evaluation(EvaluationProgress()) == {}
-    )
+    assert decode(EvaluationProgress, encode(known)) == known
+    damaged = {"memory": {"evaluation": "["}}
+    assert decode(EvaluationProgress, damaged) == EvaluationProgress()
+    assert encode(EvaluationProgress()) == {}
     many = {"results": [{"name": f"s{n}", "values": {"loss": "1" * 99}} for n in range(99)]}
-    found = parse_evaluation(many, json.dumps({"pending": [*range(999), "x", True]}))
+    note = json.dumps({"pending": [*range(999), "x", True]})
+    found = decode(EvaluationProgress, {"evaluation": many, "memory": {"evaluation": note}})
     assert len(found.results) == 16 and len(found.pending) == 64
     assert {len(one["loss"]) for one in found.results.values()} == {32}
 

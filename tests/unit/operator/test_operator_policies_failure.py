@@ -12,15 +12,16 @@ from evergrad_common.contract import ErrorKind, encode_termination
 from evergrad_operator.core.objects.names import Phase, Reason
 from evergrad_operator.core.observe.memory import (
     REMEMBERED_SECONDS,
+    FirstStatus,
     HostFaults,
     Memory,
     add_hosts,
+    build_memory,
     parse_hosts,
     parse_memory,
 )
 from evergrad_operator.core.observe.observe import ApplyFailure
 from evergrad_operator.core.policies.host_faults import forget_hosts
-from evergrad_operator.core.status.memory_status import build_memory
 from evergrad_operator.edge.cache.host_index import HostIndex
 
 
@@ -638,7 +639,7 @@ def test_without_a_coordinator_status_after_a_failure_no_step_counts_as_progress
         assert parse_memory(world.status).budget.since is None
     world.train(12)
     world.settle()
-    assert parse_memory(world.status).budget.since == (0, 13)  # steps 0 to 12
+    assert parse_memory(world.status).budget.since == FirstStatus(0, 13)  # steps 0 to 12
     assert world.status["failures"]["withoutProgress"] == 1
     world.train(13)
     world.settle()

@@ -8,12 +8,9 @@ from fake_kubernetes.simulation import CONFIG, KEY, Simulation
 from pod_security import violations
 
 from evergrad_common.contract import ErrorKind, encode_termination
+from evergrad_operator.core.objects.status_codec import decode, encode
 from evergrad_operator.core.observe.observe import ApplyFailure
-from evergrad_operator.core.observe.preparation import (
-    DataPreparation,
-    pack_preparation,
-    parse_preparation,
-)
+from evergrad_operator.core.observe.preparation import DataPreparation
 from evergrad_operator.core.policies.waiting import explain_refusal
 
 SECTION = {"resources": {"requests": {"cpu": "1500m"}, "limits": {"memory": "2Gi"}}}
@@ -546,7 +543,10 @@ def test_an_unschedulable_preparation_pod_is_explained_with_its_own_field(
 
 def test_the_preparation_notes_are_read_back_and_bounded() -> None:
     known = DataPreparation(attempt=3, is_recorded=True, prepared="abc")
-    assert parse_preparation({}, pack_preparation(known)) == known
-    assert parse_preparation({}, "") == parse_preparation({}, "{[") == DataPreparation()
-    long = parse_preparation({"work": "x" * 9999, "bytesDone": -1, "tokens": "no"}, "[]")
+    assert decode(DataPreparation, encode(known)) == known
+    assert encode(DataPreparation()) == {}
+    damaged = {"memory": {"preparation": "{["}}
+    assert decode(DataPreparation, damaged) == DataPreparation()
+    shown = {"work": "x" * 9999, "bytesDone": -1, "tokens": "no"}
+    long = decode(DataPreparation, {"preparation": shown})
     assert len(long.work) <= 128 and (long.bytes_done, long.tokens) == (0, 0)

@@ -10,16 +10,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 from simulated_run import CONFIG, Simulation, make_run
 
 from evergrad_common.causes import OFF_HOST, USES, Use
+from evergrad_operator.core.objects.status_codec import decode
 from evergrad_operator.core.observe.facts import read_runs
+from evergrad_operator.core.observe.memory import Memory, build_memory, parse_memory
 from evergrad_operator.core.observe.time_accounting import (
     PodLife,
     PodTimeAccount,
     Price,
     Reading,
     count,
-    pack_pods,
-    pack_usage,
-    parse_usage,
     show_usage,
 )
 from evergrad_operator.edge.metrics.operator_metrics import FactsCollector, RunFactsSource
@@ -68,8 +67,12 @@ def look(known: list[Known], now: int) -> list[PodLife]:
 
 def written(usage: PodTimeAccount) -> PodTimeAccount:
     """As another operator reads it from the status."""
-    attempts = [index % 7 for index in range(100)]
-    return parse_usage(pack_usage(usage), pack_pods(usage, attempts), attempts)
+    attempts = tuple(index % 7 for index in range(100))
+    return parse_memory(build_memory(Memory(usage=usage, attempts=attempts))).usage
+
+
+def read_texts(**texts: str) -> PodTimeAccount:
+    return decode(PodTimeAccount, {"memory": texts})
 
 
 @settings(max_examples=100, deadline=None)
@@ -172,18 +175,18 @@ def test_names_are_packed_by_attempt_and_read_back() -> None:
         closed=frozenset({"3-2", "1001-0", "evaluate-100-4"}),
     )
     # Node 3 has a newer attempt than the open one.
-    attempts = [0, 0, 0, 2, *[0] * 998]
-    text = pack_pods(usage, attempts)
-    assert text == "j3cj496o500-c o:prepare-1 j:0/3 c:evaluate-100-4"
-    assert parse_usage(pack_usage(usage), text, attempts) == usage
-    assert pack_pods(PodTimeAccount(), [0, 1]) == ""
+    status = build_memory(Memory(usage=usage, attempts=(0, 0, 0, 2, *[0] * 998)))
+    texts = status["memory"]
+    assert texts["usagePods"] == "j3cj496o500-c o:prepare-1 j:0/3 c:evaluate-100-4"
+    assert parse_memory(status).usage == usage
+    assert "usagePods" not in build_memory(Memory(attempts=(0, 1)))["memory"]
     assert (
-        parse_usage("")
+        read_texts()
         == PodTimeAccount()
-        == parse_usage("[", "x y:z")
-        == parse_usage("7", "")
+        == read_texts(usage="[", usagePods="x y:z")
+        == read_texts(usage="7")
     )
-    few = parse_usage(pack_usage(usage), "c99999 o:5/0-99999", [0, 1])
+    few = read_texts(usage=texts["usage"], usagePods="c99999 o:5/0-99999", attempts="0,1")
     assert few.closed == {"0-0", "1-1"}
 
 
@@ -302,8 +305,8 @@ def test_time_is_exported_with_the_name_and_labels_of_the_run() -> None:
 
 def test_a_run_recreated_between_two_scrapes_counts_from_its_own_start() -> None:
     def facts(uid: str, hours: int) -> RunFactsSource:
-        usage = pack_usage(PodTimeAccount(at=1, pods={"training": hours * 3600 * SECOND}))
-        raw = {"metadata": {"uid": uid}, "status": {"memory": {"usage": usage}}}
+        usage = PodTimeAccount(at=1, pods={"training": hours * 3600 * SECOND})
+        raw = {"metadata": {"uid": uid}, "status": build_memory(Memory(usage=usage))}
         return RunFactsSource(
             0, 0.0, 0, {}, {}, {}, read_runs({("team", "x"): raw}, now=0.0)
         )
@@ -326,5 +329,5 @@ def test_the_time_before_a_host_is_assigned_is_no_accelerator_time() -> None:
     world.age(100.0)
     world.unschedulable("docs-lm-0-0", "no room")
     world.reconcile()
-    usage = parse_usage(world.status["memory"]["usage"], "")
+    usage = parse_memory(world.status).usage
     assert usage.pods == {OFF_HOST: 300_000} and not usage.accelerators

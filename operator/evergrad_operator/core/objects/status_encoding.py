@@ -113,7 +113,10 @@ def unpack_mapping(text: str) -> Mapping[str, Any]:
 
 def without_empty(value: Any) -> Any:
     """Return ``value`` without None and without empty texts, lists and mappings, at any depth."""
-    # A status has little room: a value that equals its default is not written.
+    # A status has little room: a value that equals its default is not written. Most values are texts and
+    # numbers, and asking an abstract class takes longer than everything else here.
+    if value is None or isinstance(value, str | int | float):
+        return value
     if isinstance(value, Mapping):
         cleaned = {key: without_empty(item) for key, item in value.items()}
         return {

@@ -13,11 +13,8 @@ from evergrad_operator.core.objects.raw import (
     get_natural,
     get_text,
 )
-from evergrad_operator.core.observe.memory import (
-    LONGEST_CAUSE,
-    LONGEST_SAVE_MESSAGE,
-    MAX_CAUSES,
-)
+from evergrad_operator.core.objects.status_kinds import LONGEST_CAUSE, MAX_CAUSES
+from evergrad_operator.core.observe.memory import LONGEST_SAVE_MESSAGE
 from evergrad_operator.core.observe.pods import MAX_MESSAGE
 from evergrad_operator.core.observe.time_accounting import parse_counts
 

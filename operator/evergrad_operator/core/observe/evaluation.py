@@ -3,7 +3,7 @@ Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 from evergrad_common.evaluation_report import (
     LONGEST_NAME,
@@ -15,20 +15,52 @@ from evergrad_common.evaluation_report import (
 from evergrad_operator.core.objects.names import MAX_ATTEMPT
 from evergrad_operator.core.objects.raw import (
     get_float,
-    get_hosts,
     get_map,
     get_maps,
-    get_natural,
     get_text,
-    keep_start,
     to_int,
 )
-from evergrad_operator.core.objects.status_encoding import pack_mapping, unpack_mapping
-from evergrad_operator.core.objects.times import LATEST
+from evergrad_operator.core.objects.status_codec import At, Kind, Layout
+from evergrad_operator.core.objects.status_kinds import (
+    FLAG,
+    HOST_TIMES,
+    HOSTS,
+    NATURAL,
+    TEXT,
+    TIME_NUMBER,
+    message,
+    natural,
+)
 
-_LONGEST_MESSAGE: Final = 1024
+_MESSAGE: Final = message(1024)
 _LONGEST_VALUE: Final = 32
-_MAX_HOSTS: Final = 8
+
+
+def _read_steps(raw: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    steps = raw.get(key)
+    listed = steps if isinstance(steps, list) else []
+    found = {one for one in listed if to_int(one, most=2**53) is not None and one >= 0}
+    return tuple(sorted(found)[-MOST_WAITING:])
+
+
+def _read_results(raw: Mapping[str, Any], key: str) -> dict[str, dict[str, str]]:
+    return {
+        get_text(one, "name")[:LONGEST_NAME]: {
+            key[:LONGEST_NAME]: value[:_LONGEST_VALUE]
+            for key, value in list(get_map(one, "values").items())[:MOST_VALUES]
+            if isinstance(value, str)
+        }
+        for one in get_maps(raw, key)[:MOST_SETS]
+    }
+
+
+_STEPS: Final = Kind(_read_steps, list)
+_RESULTS: Final = Kind(
+    _read_results,
+    lambda results: [
+        {"name": name, "values": dict(values)} for name, values in results.items()
+    ],
+)
 
 
 @dataclass(frozen=True)
@@ -42,13 +74,15 @@ class Tries:
     of the pod that was counted last. ``retry_at``: no pod is created before this time.
     """
 
-    failures: int = 0
-    short_lives: int = 0
-    faults: int = 0
-    hosts: tuple[tuple[str, int], ...] = ()
-    at: float = 0.0
-    retry_at: float = 0.0
-    seen: tuple[tuple[str, float], ...] = ()
+    failures: Annotated[int, At("memory.evaluation.failures", NATURAL)] = 0
+    short_lives: Annotated[int, At("memory.evaluation.shortLives", NATURAL)] = 0
+    faults: Annotated[int, At("memory.evaluation.faults", NATURAL)] = 0
+    hosts: Annotated[tuple[tuple[str, int], ...], At("memory.evaluation.hosts", HOSTS)] = ()
+    at: Annotated[float, At("memory.evaluation.at", TIME_NUMBER)] = 0.0
+    retry_at: Annotated[float, At("memory.evaluation.retryAt", TIME_NUMBER)] = 0.0
+    seen: Annotated[
+        tuple[tuple[str, float], ...], At("memory.evaluation.hostsSeen", HOST_TIMES)
+    ] = ()
 
     def begin_anew(self) -> "Tries":
         """Return the tries without failures, but with the hosts to avoid."""
@@ -67,19 +101,35 @@ class EvaluationProgress:
     as shown.
     """
 
-    attempt: int = -1
-    is_recorded: bool = False
-    seen: int = -1
-    pending: tuple[int, ...] = ()
+    LAYOUT: ClassVar[Layout] = Layout(
+        needs={
+            "memory.evaluation": ("attempt", "seen", "failed"),
+            "evaluation": ("state",),
+        },
+        derived={"evaluation.waiting": "waiting"},
+    )
+    attempt: Annotated[
+        int, At("memory.evaluation.attempt", natural(MAX_ATTEMPT), always=True)
+    ] = -1
+    is_recorded: Annotated[bool, At("memory.evaluation.ended", FLAG)] = False
+    seen: Annotated[int, At("memory.evaluation.seen", NATURAL, always=True)] = -1
+    pending: Annotated[tuple[int, ...], At("memory.evaluation.pending", _STEPS)] = ()
     tries: Tries = Tries()
-    failed: int = 0
-    failure: str = ""
-    step: int | None = None
-    evaluated: int = 0
-    results: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    passed_over: str = ""
-    state: str = ""
-    message: str = ""
+    failed: Annotated[int, At("memory.evaluation.failed", NATURAL)] = 0
+    failure: Annotated[str, At("memory.evaluation.failure", _MESSAGE)] = ""
+    step: Annotated[int | None, At("evaluation.step", NATURAL)] = None
+    evaluated: Annotated[int, At("evaluation.evaluated", NATURAL, always=True)] = 0
+    results: Annotated[
+        Mapping[str, Mapping[str, str]], At("evaluation.results", _RESULTS)
+    ] = field(default_factory=dict)
+    passed_over: Annotated[str, At("evaluation.passedOver", _MESSAGE)] = ""
+    state: Annotated[str, At("evaluation.state", TEXT)] = ""
+    message: Annotated[str, At("evaluation.message", _MESSAGE)] = ""
+
+    @property
+    def waiting(self) -> int:
+        """Number of checkpoints that wait."""
+        return len(self.pending)
 
     @property
     def numbers(self) -> dict[tuple[str, str], float]:
@@ -119,91 +169,3 @@ def take_report(known: EvaluationProgress, report: Evaluated) -> EvaluationProgr
     if known.step is not None and report.step < known.step:
         return known
     return replace(known, step=report.step, results=report.results)
-
-
-def parse_evaluation(shown: Mapping[str, Any], notes: str) -> EvaluationProgress:
-    """Return the evaluation in a status. ``notes``: the text from ``pack_evaluation``."""
-    raw = unpack_mapping(notes)
-    attempt = get_natural(raw, "attempt", most=MAX_ATTEMPT)
-    seen = get_natural(raw, "seen")
-    # Limit every list and text, because any client with access to the status can write them.
-    steps = raw.get("pending")
-    listed = steps if isinstance(steps, list) else []
-    pending = [one for one in listed if to_int(one, most=2**53) is not None and one >= 0]
-    hosts = tuple(get_hosts(raw, "hosts", most=2**31)[-_MAX_HOSTS:])
-    times = dict(get_hosts(raw, "hostsSeen", most=LATEST))
-    results = {
-        get_text(one, "name")[:LONGEST_NAME]: {
-            key[:LONGEST_NAME]: value[:_LONGEST_VALUE]
-            for key, value in list(get_map(one, "values").items())[:MOST_VALUES]
-            if isinstance(value, str)
-        }
-        for one in get_maps(shown, "results")[:MOST_SETS]
-    }
-    return EvaluationProgress(
-        attempt=-1 if attempt is None else attempt,
-        is_recorded=raw.get("ended") is True,
-        seen=-1 if seen is None else seen,
-        pending=tuple(sorted(set(pending))[-MOST_WAITING:]),
-        tries=Tries(
-            failures=get_natural(raw, "failures") or 0,
-            short_lives=get_natural(raw, "shortLives") or 0,
-            faults=get_natural(raw, "faults") or 0,
-            hosts=hosts,
-            at=get_float(raw, "at", least=0, most=LATEST) or 0.0,
-            retry_at=get_float(raw, "retryAt", least=0, most=LATEST) or 0.0,
-            seen=tuple((host, float(times[host])) for host, _ in hosts if host in times),
-        ),
-        failed=get_natural(raw, "failed") or 0,
-        failure=keep_start(get_text(raw, "failure"), _LONGEST_MESSAGE),
-        step=get_natural(shown, "step"),
-        evaluated=get_natural(shown, "evaluated") or 0,
-        results=results,
-        passed_over=keep_start(get_text(shown, "passedOver"), _LONGEST_MESSAGE),
-        state=get_text(shown, "state"),
-        message=get_text(shown, "message"),
-    )
-
-
-def pack_evaluation(known: EvaluationProgress) -> str:
-    """Encode the fields that are only for the operator; empty if no checkpoint was queued."""
-    if known.attempt < 0 and known.seen < 0 and not known.failed:
-        return ""
-    tries = known.tries
-    notes = {
-        "attempt": known.attempt,
-        "ended": known.is_recorded,
-        "seen": known.seen,
-        "pending": list(known.pending),
-        "failures": tries.failures,
-        "shortLives": tries.short_lives,
-        "faults": tries.faults,
-        "hosts": [list(one) for one in tries.hosts],
-        "hostsSeen": [[host, int(at)] for host, at in tries.seen],
-        "at": tries.at,
-        "retryAt": tries.retry_at,
-        "failed": known.failed,
-        "failure": keep_start(known.failure, _LONGEST_MESSAGE),
-    }
-    # Leave out zeros and empty values, because they are the defaults of missing keys.
-    kept = {
-        key: value for key, value in notes.items() if value or key in ("attempt", "seen")
-    }
-    return pack_mapping(kept)
-
-
-def show_evaluation(known: EvaluationProgress) -> dict[str, Any]:
-    """Build the part of the status for users; empty if the run has never requested an evaluation."""
-    if not known.state:
-        return {}
-    return {
-        "state": known.state,
-        "message": keep_start(known.message, _LONGEST_MESSAGE),
-        "step": known.step,
-        "evaluated": known.evaluated,
-        "waiting": len(known.pending),
-        "passedOver": keep_start(known.passed_over, _LONGEST_MESSAGE),
-        "results": [
-            {"name": name, "values": dict(values)} for name, values in known.results.items()
-        ],
-    }

@@ -15,10 +15,11 @@ from evergrad_operator.core.objects.names import (
     Reason,
 )
 from evergrad_operator.core.objects.raw import get_map, get_maps, get_natural, get_text
+from evergrad_operator.core.objects.status_codec import decode
 from evergrad_operator.core.objects.times import parse_time
-from evergrad_operator.core.observe.evaluation import parse_evaluation
-from evergrad_operator.core.observe.preparation import parse_preparation
-from evergrad_operator.core.observe.time_accounting import PodTimeAccount, parse_usage
+from evergrad_operator.core.observe.evaluation import EvaluationProgress
+from evergrad_operator.core.observe.preparation import DataPreparation
+from evergrad_operator.core.observe.time_accounting import PodTimeAccount
 
 FINISHED_SECONDS: Final = 86400.0
 """Time in seconds for which a run is still exported after its end."""
@@ -140,8 +141,10 @@ def read_run(
     step, total = (get_natural(progress, key) for key in ("step", "totalSteps"))
     share = step / total if step is not None and total else None
     shown = get_map(status, "evaluation")
-    evaluation = parse_evaluation(shown, "")
-    preparation = parse_preparation(get_map(status, "preparation"), "")
+    # Skip the texts that are only for the operator, because this runs for every run at each scrape.
+    evaluation = decode(EvaluationProgress, {"evaluation": shown})
+    preparation = decode(DataPreparation, {"preparation": status.get("preparation")})
+    usage = get_text(get_map(status, "memory"), "usage")
     return RunFacts(
         namespace=namespace,
         name=name,
@@ -161,7 +164,7 @@ def read_run(
         work=preparation.work,
         prepared=preparation.share,
         prepared_tokens=preparation.tokens,
-        usage=parse_usage(get_text(get_map(status, "memory"), "usage")),
+        usage=decode(PodTimeAccount, {"memory": {"usage": usage}}),
         labels={
             str(label): str(value)
             for label, value in get_map(raw, "metadata", "labels").items()

@@ -1,9 +1,9 @@
 """The memory that the operator stores in the run's status: counters, and decisions that must not be repeated.
 Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 from evergrad_common.causes import PodCause
 from evergrad_operator.core.objects.names import (
@@ -15,66 +15,88 @@ from evergrad_operator.core.objects.names import (
     Reason,
 )
 from evergrad_operator.core.objects.raw import (
-    get_float,
-    get_hosts,
-    get_int,
-    get_map,
     get_maps,
-    get_natural,
     get_pairs,
     get_text,
     is_host,
     to_int,
 )
-from evergrad_operator.core.objects.status_encoding import (
-    parse_rate,
-    unpack_counts,
-    unpack_mapping,
-    unpack_ranges,
+from evergrad_operator.core.objects.status_codec import (
+    At,
+    Kind,
+    Layout,
+    TextForm,
+    decode,
+    encode,
+    list_of_records,
+    one_record,
 )
-from evergrad_operator.core.objects.times import LATEST, parse_time
-from evergrad_operator.core.observe.evaluation import EvaluationProgress, parse_evaluation
-from evergrad_operator.core.observe.preparation import DataPreparation, parse_preparation
-from evergrad_operator.core.observe.time_accounting import PodTimeAccount, parse_notes
+from evergrad_operator.core.objects.status_encoding import pack_counts, unpack_counts
+from evergrad_operator.core.objects.status_kinds import (
+    ATTEMPTS,
+    COUNTERS,
+    COUNTERS_TEXT,
+    FLAG_TEXT,
+    HOST_TIMES,
+    HOSTS,
+    LOSS,
+    MAX_HOSTS,
+    NATURAL,
+    RANGES,
+    RATE,
+    TEXT,
+    TIME,
+    TIME_NUMBER,
+    WHOLE_SECONDS,
+    integer,
+    natural,
+    only_read,
+)
+from evergrad_operator.core.objects.times import (
+    LATEST,
+    format_duration,
+    format_time,
+    parse_time,
+)
+from evergrad_operator.core.observe.evaluation import EvaluationProgress
+from evergrad_operator.core.observe.preparation import DataPreparation
+from evergrad_operator.core.observe.time_accounting import PodTimeAccount
 
 MAX_ENDS: Final = 10
 """Maximum number of ends of pods in the status: enough to see a pattern, and a small part of its 16 KiB."""
-MAX_CAUSES: Final = 16
-LONGEST_CAUSE: Final = 32
 LONGEST_SAVE_MESSAGE: Final = 512
 """Maximum length of the reason of a failed save, in characters: enough for one error with its path."""
 _MOST_SHOWN: Final = 2**31 - 1
 """Largest valid number in most fields of a status. Larger numbers are dropped, because every value that is
 read here is written again."""
-_MOST_VALUE: Final = 1e15
-MAX_HOSTS: Final = 8
-"""Maximum number of hosts with faults that are stored. A node that avoids more hosts might fit on no host."""
 REMEMBERED_SECONDS: Final = 24 * 3600.0
 """Time for which a host is avoided after its last fault. It is long enough for a person to inspect the host,
 and short enough that a repaired host, or a new host with the same name, is used again without action."""
+_ATTEMPT: Final = natural(MAX_ATTEMPT)
+_SHOWN: Final = natural(_MOST_SHOWN)
 
 
 @dataclass(frozen=True)
 class EndRecord:
     """One pod's end, as listed in the status. ``at``: seconds since 1970."""
 
-    pod: str
-    cause: str
-    exit_code: int | None
-    at: float
+    pod: Annotated[str, At("pod", TEXT)] = ""
+    cause: Annotated[str, At("cause", TEXT)] = ""
+    exit_code: Annotated[int | None, At("exitCode", integer(_MOST_SHOWN))] = None
+    at: Annotated[float, At("at", TIME)] = 0.0
 
 
 @dataclass(frozen=True)
 class LastFailure:
     """The newest failure and its root cause. ``rank`` and ``step`` are None if they were not reported."""
 
-    cause: str
-    node: int | None
-    message: str
-    at: float
-    rank: int | None = None
-    step: int | None = None
-    exit_code: int | None = None
+    cause: Annotated[str, At("cause", TEXT)] = ""
+    node: Annotated[int | None, At("node", _SHOWN)] = None
+    message: Annotated[str, At("message", TEXT)] = ""
+    at: Annotated[float, At("at", TIME)] = 0.0
+    rank: Annotated[int | None, At("rank", _SHOWN)] = None
+    step: Annotated[int | None, At("step", NATURAL)] = None
+    exit_code: Annotated[int | None, At("exitCode", integer(_MOST_SHOWN))] = None
 
 
 @dataclass(frozen=True)
@@ -87,23 +109,50 @@ class RecordedFinish:
     at: float
 
 
+def parse_finish(status: Mapping[str, Any]) -> RecordedFinish | None:
+    """Return how the run with this ``status`` ended; None if it has not ended."""
+    for condition in get_maps(status, "conditions"):
+        kind = condition.get("type")
+        is_final = kind in (Condition.COMPLETE, Condition.FAILED)
+        if not is_final or condition.get("status") != "True":
+            continue
+        # A status written by an earlier release or a person may lack the completion time.
+        moved_at = parse_time(condition.get("lastTransitionTime"))
+        at = parse_time(status.get("completionTime")) or moved_at
+        return RecordedFinish(
+            phase=Phase.COMPLETE if kind == Condition.COMPLETE else Phase.FAILED,
+            reason=get_text(condition, "reason"),
+            message=get_text(condition, "message"),
+            at=at or 0.0,
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class FirstStatus:
+    """The first status of a coordinator after a failure: its pod's attempt, and its steps of progress."""
+
+    attempt: Annotated[int, At("memory.budget.sinceAttempt", _ATTEMPT)]
+    new_steps: Annotated[int, At("memory.budget.sinceSteps", NATURAL)]
+
+
 @dataclass(frozen=True)
 class Budget:
     """Consecutive failures without progress. Times are in seconds since 1970.
 
-    ``step``, ``checkpoint_step``: the newest step and checkpoint before the last failure. ``since``: the
-    first status of a coordinator after the failure, as its pod's attempt and its steps of progress; None if
-    there is no such status yet, and then no step counts as progress. ``short_lives``: consecutive ends that
-    cost no failure, of pods that had just started. ``retry_at``: no replacement is created before this time.
+    ``step``, ``checkpoint_step``: the newest step and checkpoint before the last failure. ``since``: None if
+    there is no status after the failure yet, and then no step counts as progress. ``short_lives``:
+    consecutive ends that cost no failure, of pods that had just started. ``retry_at``: no replacement is
+    created before this time.
     """
 
-    failures: int = 0
-    step: int = -1
-    checkpoint_step: int = -1
-    at: float = 0.0
-    short_lives: int = 0
-    retry_at: float = 0.0
-    since: tuple[int, int] | None = None
+    failures: Annotated[int, At("failures.withoutProgress", _ATTEMPT, always=True)] = 0
+    step: Annotated[int, At("memory.budget.step", NATURAL)] = -1
+    checkpoint_step: Annotated[int, At("failures.checkpointStep", NATURAL)] = -1
+    at: Annotated[float, At("memory.budget.at", TIME)] = 0.0
+    short_lives: Annotated[int, At("memory.budget.shortLives", _ATTEMPT)] = 0
+    retry_at: Annotated[float, At("memory.budget.retryAt", TIME)] = 0.0
+    since: FirstStatus | None = None
 
 
 @dataclass(frozen=True)
@@ -118,17 +167,29 @@ class HostFaults:
     that existed when the last fault was counted.
     """
 
-    hosts: tuple[tuple[str, int], ...] = ()
-    nodes: frozenset[int] = frozenset()
-    in_a_row: int = 0
-    at: float = 0.0
-    retry_at: float = 0.0
-    seen: tuple[tuple[str, float], ...] = ()
+    hosts: Annotated[tuple[tuple[str, int], ...], At("memory.hostFaults.hosts", HOSTS)] = ()
+    nodes: Annotated[frozenset[int], At("memory.faultyNodes", RANGES)] = frozenset()
+    in_a_row: Annotated[int, At("memory.hostFaults.inARow", _ATTEMPT)] = 0
+    at: Annotated[float, At("memory.hostFaults.at", TIME)] = 0.0
+    retry_at: Annotated[float, At("memory.hostFaults.retryAt", TIME)] = 0.0
+    seen: Annotated[
+        tuple[tuple[str, float], ...], At("memory.hostFaults.seen", HOST_TIMES)
+    ] = ()
 
     @property
     def avoided(self) -> tuple[str, ...]:
         """Hosts that new pods should avoid."""
         return tuple(host for host, _ in self.hosts)
+
+
+def parse_hosts(text: str) -> dict[str, float]:
+    """Return the time of each host's last fault, in seconds since 1970.
+
+    ``text``: the value of ``memory.hostFaults`` in a run's status.
+    """
+    faults = decode(HostFaults, {"memory": {"hostFaults": text}})
+    times = dict(faults.seen)
+    return {host: times.get(host, faults.at) for host in faults.avoided}
 
 
 @dataclass(frozen=True)
@@ -137,6 +198,20 @@ class RecordedInputError:
 
     node: int
     host: str
+
+
+def _read_input_errors(raw: Mapping[str, Any], key: str) -> tuple[RecordedInputError, ...]:
+    errors = [
+        RecordedInputError(node, host)
+        for node, host in get_pairs(raw, key)
+        if to_int(node, most=MAX_NODES) is not None and is_host(host)
+    ]
+    return tuple(errors[-MAX_HOSTS:])
+
+
+_INPUT_ERRORS: Final = Kind(
+    _read_input_errors, lambda errors: [[error.node, error.host] for error in errors]
+)
 
 
 @dataclass(frozen=True)
@@ -148,12 +223,16 @@ class Coordinator:
     coordinator pod.
     """
 
-    attempt: int = -1
-    image: str = ""
-    is_recorded: bool = False
-    is_queued: bool = False
-    restarts: Mapping[str, int] = field(default_factory=dict)
-    lost_seconds: Mapping[str, int] = field(default_factory=dict)
+    attempt: Annotated[int, At("coordinator.attempt", natural(MAX_EPOCH))] = -1
+    image: Annotated[str, At("memory.coordinatorImage", TEXT)] = ""
+    is_recorded: Annotated[bool, At("memory.coordinatorEnded", FLAG_TEXT)] = False
+    is_queued: Annotated[bool, At("memory.coordinatorQueued", FLAG_TEXT)] = False
+    restarts: Annotated[
+        Mapping[str, int], At("memory.coordinatorRestarts", COUNTERS_TEXT)
+    ] = field(default_factory=dict)
+    lost_seconds: Annotated[
+        Mapping[str, int], At("memory.coordinatorLostSeconds", COUNTERS_TEXT)
+    ] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -166,19 +245,77 @@ class RecordedTraining:
     save failed.
     """
 
-    generation: int | None = None
-    step: int | None = None
-    total_steps: int | None = None
-    loss: float | None = None
-    tokens_per_second: float | None = None
-    eta_seconds: float | None = None
-    checkpoint_step: int | None = None
-    checkpoint_at: float | None = None
-    ready: int = 0
-    updated_at: float | None = None
-    failed_saves: int | None = None
-    save_trouble: str = ""
-    save_message: str = ""
+    LAYOUT: ClassVar[Layout] = Layout(
+        derived={
+            "progress.summary": "summary",
+            "progress.percent": "percent",
+            "progress.eta": "eta",
+        }
+    )
+    generation: Annotated[int | None, At("progress.generation", NATURAL)] = None
+    step: Annotated[int | None, At("progress.step", NATURAL)] = None
+    total_steps: Annotated[int | None, At("progress.totalSteps", NATURAL)] = None
+    loss: Annotated[float | None, At("progress.loss", LOSS)] = None
+    tokens_per_second: Annotated[float | None, At("progress.tokensPerSecond", RATE)] = None
+    eta_seconds: Annotated[float | None, At("progress.etaSeconds", WHOLE_SECONDS)] = None
+    checkpoint_step: Annotated[int | None, At("checkpoint.step", NATURAL)] = None
+    checkpoint_at: Annotated[float | None, At("checkpoint.savedAt", TIME)] = None
+    ready: Annotated[int, At("nodes.ready", natural(MAX_NODES), always=True)] = 0
+    updated_at: Annotated[float | None, At("progress.updatedAt", TIME)] = None
+    failed_saves: Annotated[int | None, At("checkpoint.failedSaves", _SHOWN)] = None
+    save_trouble: Annotated[str, At("checkpoint.trouble", TEXT)] = ""
+    save_message: Annotated[str, At("checkpoint.message", TEXT)] = ""
+
+    @property
+    def summary(self) -> str | None:
+        """The step, and the number of steps if it is known: ``1200/20000``."""
+        if self.step is None:
+            return None
+        return f"{self.step}/{self.total_steps}" if self.total_steps else str(self.step)
+
+    @property
+    def percent(self) -> int | None:
+        """Completed share of the steps. At most 100, because an edit may set a horizon that has passed."""
+        if self.step is None or not self.total_steps:
+            return None
+        return min(100, 100 * self.step // self.total_steps)
+
+    @property
+    def eta(self) -> str | None:
+        """The time to the end of the run, such as ``5h12m``."""
+        return None if self.eta_seconds is None else format_duration(self.eta_seconds)
+
+
+def _read_pause(text: str, texts: Mapping[str, Any]) -> dict[str, int]:
+    counts = unpack_counts(text, most=LATEST) or (0,)
+    return {"count": max(0, counts[0]), "until": max(0, counts[-1])}
+
+
+def _write_pause(pause: Mapping[str, Any], texts: Mapping[str, Any]) -> str:
+    if "count" not in pause:
+        return ""
+    return pack_counts((pause["count"], int(pause.get("until", 0))))
+
+
+def _read_gang(raw: Mapping[str, Any], key: str) -> int | None:
+    # Older releases wrote the group's size before its number.
+    counts = unpack_counts(get_text(raw, key), most=MAX_ATTEMPT)
+    return counts[-1] if counts else None
+
+
+def _read_stop_reason(raw: Mapping[str, Any], key: str) -> str | None:
+    # Older releases stored only that the run had stopped, which was always on request.
+    text = get_text(raw, key)
+    reason = Reason.STOPPED.value if text == "true" else text
+    return reason if reason in (Reason.STOPPED, Reason.NON_FINITE) else None
+
+
+_FINISH: Final = Kind(
+    read=lambda status, _: parse_finish(status),
+    write=lambda finish: format_time(finish.at) if int(finish.at) else None,
+)
+_CONDITIONS: Final = Kind(lambda raw, key: tuple(get_maps(raw, key)))
+_IS_KNOWN: Final = Kind(lambda raw, key: bool(get_maps(raw, key)))
 
 
 @dataclass(frozen=True)
@@ -205,44 +342,66 @@ class Memory:
     ``profile_note``: the content of these profiles.
     """
 
-    is_known: bool = False
-    image: str = ""
-    image_id: str = ""
-    image_pin: str = ""
-    profile: str = ""
-    profile_note: str = ""
-    recipe_hash: str = ""
-    restart: int = 0
-    restart_nonce: str | None = None
-    settings_hash: str = ""
-    told_changes: str = ""
-    start_time: float | None = None
-    finishing_since: float | None = None
-    finish: RecordedFinish | None = None
-    stop_reason: str = ""
+    LAYOUT: ClassVar[Layout] = Layout(
+        derived={"restarts.total": "num_restarts"},
+        texts={"givenBack": TextForm(_read_pause, _write_pause)},
+    )
+    is_known: Annotated[bool, At("conditions", only_read(_IS_KNOWN))] = False
+    image: Annotated[str, At("image", TEXT)] = ""
+    image_id: Annotated[str, At("memory.imageID", TEXT)] = ""
+    image_pin: Annotated[str, At("memory.imagePin", TEXT)] = ""
+    profile: Annotated[str, At("profile", TEXT)] = ""
+    profile_note: Annotated[str, At("memory.profile", TEXT)] = ""
+    recipe_hash: Annotated[str, At("recipeHash", TEXT)] = ""
+    restart: Annotated[int, At("attempt", _ATTEMPT, always=True)] = 0
+    restart_nonce: Annotated[str | None, At("restartNonce", TEXT)] = None
+    settings_hash: Annotated[str, At("memory.settings", TEXT)] = ""
+    told_changes: Annotated[str, At("memory.toldChanges", TEXT)] = ""
+    start_time: Annotated[float | None, At("startTime", TIME)] = None
+    finishing_since: Annotated[float | None, At("memory.finishingTime", TIME)] = None
+    finish: Annotated[RecordedFinish | None, At("completionTime", _FINISH)] = None
+    stop_reason: Annotated[str, At("memory.stopped", Kind(_read_stop_reason))] = ""
     coordinator: Coordinator = field(default_factory=Coordinator)
-    attempts: tuple[int, ...] = ()
-    recorded: frozenset[int] = frozenset()
-    restarts: Mapping[str, int] = field(default_factory=dict)
-    lost_seconds: Mapping[str, int] = field(default_factory=dict)
+    attempts: Annotated[tuple[int, ...], At("memory.attempts", ATTEMPTS)] = ()
+    recorded: Annotated[frozenset[int], At("memory.ended", RANGES)] = frozenset()
+    restarts: Annotated[Mapping[str, int], At("restarts.byCause", COUNTERS)] = field(
+        default_factory=dict
+    )
+    lost_seconds: Annotated[Mapping[str, int], At("lostSeconds", COUNTERS)] = field(
+        default_factory=dict
+    )
     budget: Budget = Budget()
     faults: HostFaults = HostFaults()
-    min_nodes: int | None = None
-    given_back: int = 0
-    come_again_at: float = 0.0
-    input_errors: tuple[RecordedInputError, ...] = ()
-    has_formed: bool = False
-    last_failure: LastFailure | None = None
-    ends: tuple[EndRecord, ...] = ()
+    min_nodes: Annotated[int | None, At("nodes.min", only_read(natural(MAX_NODES)))] = None
+    given_back: Annotated[int, At("memory.givenBack.count", natural(LATEST))] = 0
+    come_again_at: Annotated[float, At("memory.givenBack.until", TIME_NUMBER)] = 0.0
+    input_errors: Annotated[
+        tuple[RecordedInputError, ...], At("memory.inputErrors.said", _INPUT_ERRORS)
+    ] = ()
+    has_formed: Annotated[bool, At("memory.formed", FLAG_TEXT)] = False
+    last_failure: Annotated[
+        LastFailure | None, At("lastFailure", one_record(LastFailure))
+    ] = None
+    ends: Annotated[
+        tuple[EndRecord, ...],
+        At("attempts", list_of_records(EndRecord, most=MAX_ENDS)),
+    ] = ()
     training: RecordedTraining = RecordedTraining()
     preparation: DataPreparation = field(default_factory=DataPreparation)
     evaluation: EvaluationProgress = field(default_factory=EvaluationProgress)
-    gang: int = -1
+    gang: Annotated[int, At("memory.gang", Kind(_read_gang, str))] = -1
     usage: PodTimeAccount = field(default_factory=PodTimeAccount)
-    phase: str = ""
-    reason: str = ""
-    message: str = ""
-    conditions: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+    phase: Annotated[str, At("phase", only_read(TEXT))] = ""
+    reason: Annotated[str, At("reason", only_read(TEXT))] = ""
+    message: Annotated[str, At("message", only_read(TEXT))] = ""
+    conditions: Annotated[
+        tuple[Mapping[str, Any], ...], At("conditions", only_read(_CONDITIONS))
+    ] = field(default=(), repr=False)
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of replaced pods and restarted workers, for all causes."""
+        return sum(self.restarts.values())
 
     @property
     def is_complete(self) -> bool:
@@ -326,203 +485,16 @@ def add_hosts(memory: Memory, hosts: Sequence[str]) -> Memory:
 
 def parse_memory(status: Mapping[str, Any]) -> Memory:
     """Return the memory in a run's ``status``. Values that are missing or not valid count as unknown."""
-    # Texts under ``memory`` are only for the operator. All other fields are shown to users and read back
-    # here.
-    conditions = tuple(get_maps(status, "conditions"))
-    notes = get_map(status, "memory")
-    gang = unpack_counts(get_text(notes, "gang"), most=MAX_ATTEMPT) or (-1,)
-    given_back = unpack_counts(get_text(notes, "givenBack"), most=LATEST) or (0,)
-    # Older releases stored only that the run had stopped, which was always on request.
-    stopped = get_text(notes, "stopped")
-    stop_reason = Reason.STOPPED.value if stopped == "true" else stopped
-    if stop_reason not in (Reason.STOPPED, Reason.NON_FINITE):
-        stop_reason = ""
-    preparation, evaluation = (
-        (get_map(status, name), get_text(notes, name))
-        for name in ("preparation", "evaluation")
-    )
-    return Memory(
-        is_known=bool(conditions),
-        image=get_text(status, "image"),
-        image_id=get_text(notes, "imageID"),
-        image_pin=get_text(notes, "imagePin"),
-        profile=get_text(status, "profile"),
-        profile_note=get_text(notes, "profile"),
-        recipe_hash=get_text(status, "recipeHash"),
-        restart=get_natural(status, "attempt", most=MAX_ATTEMPT) or 0,
-        restart_nonce=get_text(status, "restartNonce") or None,
-        settings_hash=get_text(notes, "settings"),
-        told_changes=get_text(notes, "toldChanges"),
-        start_time=parse_time(status.get("startTime")),
-        finishing_since=parse_time(notes.get("finishingTime")),
-        finish=_parse_finish(status, conditions),
-        stop_reason=stop_reason,
-        coordinator=_parse_coordinator(get_map(status, "coordinator"), notes),
-        attempts=unpack_counts(get_text(notes, "attempts"), most=MAX_ATTEMPT),
-        recorded=frozenset(unpack_ranges(get_text(notes, "ended"))),
-        restarts=_parse_counters(get_map(status, "restarts", "byCause")),
-        lost_seconds=_parse_counters(get_map(status, "lostSeconds")),
-        budget=_parse_budget(
-            get_map(status, "failures"), unpack_mapping(get_text(notes, "budget"))
-        ),
-        faults=_parse_faults(
-            unpack_mapping(get_text(notes, "hostFaults")), get_text(notes, "faultyNodes")
-        ),
-        min_nodes=get_natural(get_map(status, "nodes"), "min", most=MAX_NODES),
-        given_back=max(0, given_back[0]),
-        come_again_at=float(max(0, given_back[-1])),
-        input_errors=_parse_input_errors(unpack_mapping(get_text(notes, "inputErrors"))),
-        # Older releases did not store this. The phase Running shows that a group has formed.
-        has_formed=notes.get("formed") == "true" or status.get("phase") == Phase.RUNNING,
-        last_failure=_parse_failure(get_map(status, "lastFailure")),
-        ends=tuple(map(_parse_end, get_maps(status, "attempts")[-MAX_ENDS:])),
-        training=_parse_training(status),
-        preparation=parse_preparation(*preparation),
-        evaluation=parse_evaluation(*evaluation),
-        usage=parse_notes(notes),
-        gang=gang[-1],  # older releases wrote the group's size before its number
-        phase=get_text(status, "phase"),
-        reason=get_text(status, "reason"),
-        message=get_text(status, "message"),
-        conditions=conditions,
-    )
+    memory = decode(Memory, status)
+    # Older releases did not store this. The phase Running shows that a group has formed.
+    if memory.phase == Phase.RUNNING and not memory.has_formed:
+        memory = replace(memory, has_formed=True)
+    return memory
 
 
-def _parse_end(raw: Mapping[str, Any]) -> EndRecord:
-    at = parse_time(raw.get("at")) or 0.0
-    return EndRecord(
-        pod=get_text(raw, "pod"),
-        cause=get_text(raw, "cause"),
-        exit_code=get_int(raw, "exitCode", most=_MOST_SHOWN),
-        at=at,
-    )
+def build_memory(memory: Memory) -> dict[str, Any]:
+    """Build the parts of the status that ``parse_memory`` reads, except the phase and the conditions.
 
-
-def _parse_finish(
-    status: Mapping[str, Any], conditions: Iterable[Mapping[str, Any]]
-) -> RecordedFinish | None:
-    for condition in conditions:
-        kind = condition.get("type")
-        is_final = kind in (Condition.COMPLETE, Condition.FAILED)
-        if not is_final or condition.get("status") != "True":
-            continue
-        # A status written by an earlier release or a person may lack the completion time.
-        moved_at = parse_time(condition.get("lastTransitionTime"))
-        at = parse_time(status.get("completionTime")) or moved_at
-        return RecordedFinish(
-            phase=Phase.COMPLETE if kind == Condition.COMPLETE else Phase.FAILED,
-            reason=get_text(condition, "reason"),
-            message=get_text(condition, "message"),
-            at=at or 0.0,
-        )
-    return None
-
-
-def _parse_coordinator(raw: Mapping[str, Any], notes: Mapping[str, Any]) -> Coordinator:
-    attempt = get_natural(raw, "attempt", most=MAX_EPOCH)
-    return Coordinator(
-        attempt=-1 if attempt is None else attempt,
-        image=get_text(notes, "coordinatorImage"),
-        is_recorded=notes.get("coordinatorEnded") == "true",
-        is_queued=notes.get("coordinatorQueued") == "true",
-        restarts=_parse_counters(unpack_mapping(get_text(notes, "coordinatorRestarts"))),
-        lost_seconds=_parse_counters(
-            unpack_mapping(get_text(notes, "coordinatorLostSeconds"))
-        ),
-    )
-
-
-def _parse_budget(shown: Mapping[str, Any], raw: Mapping[str, Any]) -> Budget:
-    step = get_natural(raw, "step")
-    checkpoint = get_natural(shown, "checkpointStep")
-    return Budget(
-        failures=get_natural(shown, "withoutProgress", most=MAX_ATTEMPT) or 0,
-        step=-1 if step is None else step,
-        checkpoint_step=-1 if checkpoint is None else checkpoint,
-        at=parse_time(raw.get("at")) or 0.0,
-        short_lives=get_natural(raw, "shortLives", most=MAX_ATTEMPT) or 0,
-        retry_at=parse_time(raw.get("retryAt")) or 0.0,
-        since=_parse_since(raw),
-    )
-
-
-def _parse_since(raw: Mapping[str, Any]) -> tuple[int, int] | None:
-    attempt = get_natural(raw, "sinceAttempt", most=MAX_ATTEMPT)
-    new_steps = get_natural(raw, "sinceSteps")
-    return None if attempt is None or new_steps is None else (attempt, new_steps)
-
-
-def parse_hosts(text: str) -> dict[str, float]:
-    """Return the time of each host's last fault, in seconds since 1970.
-
-    ``text``: the value of ``memory.hostFaults`` in a run's status.
+    Texts under ``memory`` are only for the operator. All other fields are shown to users.
     """
-    faults = _parse_faults(unpack_mapping(text), "")
-    times = dict(faults.seen)
-    return {host: times.get(host, faults.at) for host in faults.avoided}
-
-
-def _parse_faults(raw: Mapping[str, Any], nodes: str) -> HostFaults:
-    # The newest faults come last; keep them.
-    hosts = dict(get_hosts(raw, "hosts", most=MAX_ATTEMPT)[-MAX_HOSTS:])
-    seen = dict(get_hosts(raw, "seen", most=LATEST))
-    return HostFaults(
-        seen=tuple((host, float(at)) for host, at in seen.items() if host in hosts),
-        hosts=tuple(hosts.items()),
-        nodes=frozenset(unpack_ranges(nodes)),
-        in_a_row=get_natural(raw, "inARow", most=MAX_ATTEMPT) or 0,
-        at=parse_time(raw.get("at")) or 0.0,
-        retry_at=parse_time(raw.get("retryAt")) or 0.0,
-    )
-
-
-def _parse_input_errors(raw: Mapping[str, Any]) -> tuple[RecordedInputError, ...]:
-    errors = [
-        RecordedInputError(node, host)
-        for node, host in get_pairs(raw, "said")
-        if to_int(node, most=MAX_NODES) is not None and is_host(host)
-    ]
-    return tuple(errors[-MAX_HOSTS:])
-
-
-def _parse_failure(raw: Mapping[str, Any]) -> LastFailure | None:
-    if not raw:
-        return None
-    return LastFailure(
-        cause=get_text(raw, "cause"),
-        node=get_natural(raw, "node", most=_MOST_SHOWN),
-        message=get_text(raw, "message"),
-        at=parse_time(raw.get("at")) or 0.0,
-        rank=get_natural(raw, "rank", most=_MOST_SHOWN),
-        step=get_natural(raw, "step"),
-        exit_code=get_int(raw, "exitCode", most=_MOST_SHOWN),
-    )
-
-
-def _parse_training(status: Mapping[str, Any]) -> RecordedTraining:
-    raw, checkpoint = get_map(status, "progress"), get_map(status, "checkpoint")
-    return RecordedTraining(
-        generation=get_natural(raw, "generation"),
-        step=get_natural(raw, "step"),
-        total_steps=get_natural(raw, "totalSteps"),
-        loss=get_float(raw, "loss", least=-_MOST_VALUE, most=_MOST_VALUE),
-        tokens_per_second=parse_rate(get_text(raw, "tokensPerSecond")),
-        eta_seconds=get_float(raw, "etaSeconds", least=0, most=_MOST_VALUE),
-        checkpoint_step=get_natural(checkpoint, "step"),
-        checkpoint_at=parse_time(checkpoint.get("savedAt")),
-        failed_saves=get_natural(checkpoint, "failedSaves", most=_MOST_SHOWN),
-        save_trouble=get_text(checkpoint, "trouble"),
-        save_message=get_text(checkpoint, "message"),
-        ready=get_natural(get_map(status, "nodes"), "ready", most=MAX_NODES) or 0,
-        updated_at=parse_time(raw.get("updatedAt")),
-    )
-
-
-def _parse_counters(raw: Mapping[str, Any]) -> dict[str, int]:
-    # Limit the number and size of the counters, because every value that is read here is written again.
-    found: dict[str, int] = {}
-    for key in raw:
-        value = get_natural(raw, key, most=MAX_ATTEMPT)
-        if value is not None and len(found) < MAX_CAUSES:
-            found[str(key)[:LONGEST_CAUSE]] = value
-    return found
+    return encode(memory)

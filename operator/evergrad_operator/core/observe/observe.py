@@ -19,7 +19,7 @@ from evergrad_operator.core.objects.raw import (
 )
 from evergrad_operator.core.objects.times import LATEST, parse_time
 from evergrad_operator.core.observe.coordinator_status import CoordinatorStatus
-from evergrad_operator.core.observe.memory import Memory, parse_memory
+from evergrad_operator.core.observe.memory import Memory, parse_finish, parse_memory
 from evergrad_operator.core.observe.pods import PodState, judge_image, parse_pod
 from evergrad_operator.core.observe.preparation import PreparationReport
 from evergrad_operator.core.observe.spec import ParsedRun
@@ -444,7 +444,7 @@ def _parse_other(raw: Mapping[str, Any], run: ParsedRun) -> Other | None:
         return None
 
     # A run that was refused because of its folder stores no files there.
-    finish = parse_memory(get_map(raw, "status")).finish
+    finish = parse_finish(get_map(raw, "status"))
     is_out = finish is not None and finish.reason == names.Reason.OUTPUT_CONFLICT
     created = parse_time(metadata.get("creationTimestamp")) or 0.0
     return Other(

@@ -3,14 +3,21 @@ Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 from evergrad_common.contract import PREPARING
 from evergrad_operator.core.objects.names import MAX_ATTEMPT
-from evergrad_operator.core.objects.raw import get_map, get_natural, get_text
-from evergrad_operator.core.objects.status_encoding import pack_mapping, unpack_mapping
+from evergrad_operator.core.objects.raw import get_map
+from evergrad_operator.core.objects.status_codec import At, Layout, decode
+from evergrad_operator.core.objects.status_kinds import (
+    FLAG,
+    NATURAL,
+    TEXT,
+    natural,
+    short_text,
+)
 
-_LONGEST_NAME: Final = 128
+_NAME: Final = short_text(128)
 DONE: Final = "done"
 """Value of ``work`` for a preparation that is complete."""
 
@@ -24,15 +31,21 @@ class DataPreparation:
     split, wait or done. ``bytes_done``, ``bytes_total``: bytes of source files.
     """
 
-    attempt: int = -1
-    is_recorded: bool = False
-    prepared: str = ""
-    work: str = ""
-    source: str = ""
-    bytes_done: int = 0
-    bytes_total: int = 0
-    documents: int = 0
-    tokens: int = 0
+    LAYOUT: ClassVar[Layout] = Layout(
+        needs={"memory.preparation": ("attempt", "prepared"), "preparation": ("work",)},
+        derived={"preparation.percent": "percent"},
+    )
+    attempt: Annotated[
+        int, At("memory.preparation.attempt", natural(MAX_ATTEMPT), always=True)
+    ] = -1
+    is_recorded: Annotated[bool, At("memory.preparation.ended", FLAG, always=True)] = False
+    prepared: Annotated[str, At("memory.preparation.prepared", TEXT, always=True)] = ""
+    work: Annotated[str, At("preparation.work", _NAME)] = ""
+    source: Annotated[str, At("preparation.source", _NAME)] = ""
+    bytes_done: Annotated[int, At("preparation.bytesDone", NATURAL, always=True)] = 0
+    bytes_total: Annotated[int, At("preparation.bytesTotal", NATURAL, always=True)] = 0
+    documents: Annotated[int, At("preparation.documents", NATURAL, always=True)] = 0
+    tokens: Annotated[int, At("preparation.tokens", NATURAL, always=True)] = 0
 
     @property
     def share(self) -> float:
@@ -40,6 +53,14 @@ class DataPreparation:
         if self.work == DONE:
             return 1.0
         return min(1.0, self.bytes_done / self.bytes_total) if self.bytes_total else 0.0
+
+    @property
+    def percent(self) -> int | None:
+        """``share`` in percent, rounded down; None if the number of bytes is not known."""
+        if self.work == DONE:
+            return 100
+        total = self.bytes_total
+        return min(100, 100 * self.bytes_done // total) if total else None
 
 
 @dataclass(frozen=True)
@@ -60,59 +81,16 @@ def find_report(raw: Mapping[str, Any], *, attempt: int) -> PreparationReport | 
 
 
 def take_report(known: DataPreparation, values: Mapping[str, Any]) -> DataPreparation:
-    """Return the preparation, updated with the ``values`` of a report or a status.
+    """Return the preparation, updated with the ``values`` of a report.
 
-    Numbers and texts are limited, because another program may use the port.
+    They are read as the values in a status are, with the same limits: another program may use the port.
     """
     if not values:
         return known
+    reported = decode(DataPreparation, {"preparation": values})
     return replace(
-        known,
-        work=get_text(values, "work")[:_LONGEST_NAME],
-        source=get_text(values, "source")[:_LONGEST_NAME],
-        bytes_done=get_natural(values, "bytesDone") or 0,
-        bytes_total=get_natural(values, "bytesTotal") or 0,
-        documents=get_natural(values, "documents") or 0,
-        tokens=get_natural(values, "tokens") or 0,
+        reported,
+        attempt=known.attempt,
+        is_recorded=known.is_recorded,
+        prepared=known.prepared,
     )
-
-
-def parse_preparation(shown: Mapping[str, Any], notes: str) -> DataPreparation:
-    """Return the preparation in a status. ``notes``: the text from ``pack_preparation``."""
-    raw = unpack_mapping(notes)
-    attempt = get_natural(raw, "attempt", most=MAX_ATTEMPT)
-    known = DataPreparation(
-        attempt=-1 if attempt is None else attempt,
-        is_recorded=raw.get("ended") is True,
-        prepared=get_text(raw, "prepared"),
-    )
-    return take_report(known, shown)
-
-
-def pack_preparation(preparation: DataPreparation) -> str:
-    """Encode the fields that are only for the operator; empty if there was no preparation."""
-    if preparation.attempt < 0 and not preparation.prepared:
-        return ""
-    notes = {
-        "attempt": preparation.attempt,
-        "ended": preparation.is_recorded,
-        "prepared": preparation.prepared,
-    }
-    return pack_mapping(notes)
-
-
-def show_preparation(preparation: DataPreparation) -> dict[str, Any]:
-    """Build the part of the status for users; empty if nothing was reported yet."""
-    if not preparation.work:
-        return {}
-    total = preparation.bytes_total
-    percent = min(100, 100 * preparation.bytes_done // total) if total else None
-    return {
-        "work": preparation.work,
-        "source": preparation.source,
-        "bytesDone": preparation.bytes_done,
-        "bytesTotal": total,
-        "percent": 100 if preparation.work == DONE else percent,
-        "documents": preparation.documents,
-        "tokens": preparation.tokens,
-    }

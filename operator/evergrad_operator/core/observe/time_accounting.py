@@ -20,25 +20,19 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Final, get_args
+from typing import Annotated, Any, ClassVar, Final, get_args
 
 from evergrad_common.causes import OFF_HOST, USEFUL, Use
 from evergrad_coordinator.rules.ledger import apportion
 from evergrad_operator.core.objects.names import MAX_ATTEMPT
-from evergrad_operator.core.objects.raw import (
-    get_int,
-    get_map,
-    get_natural,
-    get_text,
-    to_int,
-)
+from evergrad_operator.core.objects.raw import get_int, get_map, get_text, to_int
+from evergrad_operator.core.objects.status_codec import At, Kind, Layout, TextForm
 from evergrad_operator.core.objects.status_encoding import (
-    pack_mapping,
     pack_ranges,
     unpack_counts,
-    unpack_mapping,
     unpack_ranges,
 )
+from evergrad_operator.core.objects.status_kinds import NATURAL, POSITIVE
 
 HOUR: Final = 3_600_000
 """One hour in milliseconds."""
@@ -50,6 +44,99 @@ _LONGEST_NAME: Final = 63
 _MOST: Final = 10**15
 """Largest valid count, in milliseconds."""
 Counts = Mapping[Use, int]
+
+
+# ---- kinds of values in a status ---------------------------------------------------------------------------
+
+
+def parse_counts(raw: Mapping[str, Any]) -> dict[Use, int]:
+    """Parse counts by use in milliseconds. Unknown uses and values that are not valid counts are left out."""
+    found = {use: get_int(raw, use, most=_MOST) for use in USE_NAMES}
+    return {
+        use: amount for use, amount in found.items() if amount is not None and amount >= 0
+    }
+
+
+def _read_pair(raw: Mapping[str, Any], key: str) -> tuple[int, int] | None:
+    listed = raw.get(key)
+    listed = listed if isinstance(listed, list) else []
+    amounts = [one for one in listed if to_int(one, most=_MOST) is not None]
+    return (amounts[0], amounts[1]) if len(amounts) == 2 else None
+
+
+_COUNTS: Final = Kind(lambda raw, key: parse_counts(get_map(raw, key)), dict)
+_COUNTS_ABOVE_0: Final = Kind(
+    _COUNTS.read, lambda counts: {use: amount for use, amount in counts.items() if amount}
+)
+_PAIR: Final = Kind(_read_pair, list)
+_NAMES: Final = Kind(lambda raw, key: raw.get(key))
+
+
+def _pack_pods(pods: Mapping[str, Any], texts: Mapping[str, Any]) -> str:
+    """Encode the names of the pods by state: ``o`` open, ``j`` joined, ``c`` closed.
+
+    The text starts with the states of the newest attempts of all nodes, run-length encoded: ``j3o-2c`` means
+    three joined nodes, one open node, two nodes without a pod and one closed node. The other pods follow:
+    nodes by attempt, such as ``o:0/0-3,7``, and other pods by name.
+    """
+    states = dict.fromkeys(pods.get("open", ()), "o")
+    states |= dict.fromkeys(pods.get("joined", ()), "j")
+    states |= dict.fromkeys(pods.get("closed", ()), "c")
+    letters = "".join(
+        states.pop(f"{index}-{attempt}", "-")
+        for index, attempt in enumerate(_find_attempts(texts))
+    )
+    groups = [(letter, len(list(same))) for letter, same in groupby(letters.rstrip("-"))]
+    packed = "".join(
+        letter if times == 1 else f"{letter}{times}" for letter, times in groups
+    )
+
+    # Then list the other pods, which are few: older attempts that are ending, and pods that are not nodes.
+    others = []
+    for state in "ojc":
+        by_attempt: dict[str, set[int]] = {}
+        for name in sorted(name for name, of in states.items() if of == state):
+            index, dash, number = name.partition("-")
+            if dash and index.isdecimal() and number.isdecimal():
+                by_attempt.setdefault(number, set()).add(int(index))
+            else:
+                others.append(f"{state}:{name}")
+        for number, indices in sorted(by_attempt.items()):
+            others.append(f"{state}:{number}/{pack_ranges(indices)}")
+    return " ".join([packed or "-", *others[:_MOST_OTHERS]]) if packed or others else ""
+
+
+def _unpack_pods(text: str, texts: Mapping[str, Any]) -> dict[str, frozenset[str]]:
+    """Decode the text of ``_pack_pods``. Nodes under "-" have no pod."""
+    attempts = _find_attempts(texts)
+    found: dict[str, set[str]] = {state: set() for state in "ojc-"}
+    packed, *others = text.split() or [""]
+    index = 0
+    for letter, times in _LETTERS.findall(packed):
+        # Never read more nodes than ``attempts`` has, even if the text contains larger counts.
+        last = min(index + int(times or 1), len(attempts))
+        found[letter] |= {f"{one}-{attempts[one]}" for one in range(index, last)}
+        index = last
+    for part in others[:_MOST_OTHERS]:
+        state, _, name = part.partition(":")
+        number, slash, ranges = name.partition("/")
+        if state in found and slash:
+            found[state] |= {f"{one}-{number}" for one in unpack_ranges(ranges)}
+        elif state in found and len(name) <= _LONGEST_NAME:
+            found[state].add(name)
+    return {
+        "open": frozenset(found["o"] | found["j"]),
+        "joined": frozenset(found["j"]),
+        "closed": frozenset(found["c"]),
+    }
+
+
+def _find_attempts(texts: Mapping[str, Any]) -> Sequence[int]:
+    """Return the newest attempt of each node, which the names of the pods refer to."""
+    return unpack_counts(get_text(texts, "attempts"), most=MAX_ATTEMPT)
+
+
+# ---- the account -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -76,8 +163,10 @@ class PodLife:
 class Reading:
     """Counters of a coordinator, which start at 0 with each coordinator. ``attempt``: attempt of its pod."""
 
-    attempt: int
-    counted: Counts
+    attempt: Annotated[int, At("memory.usage.attempt", NATURAL, always=True)] = -1
+    counted: Annotated[Counts, At("memory.usage.seen", _COUNTS, always=True)] = field(
+        default_factory=dict
+    )
 
     def grown_since(self, earlier: "Reading") -> dict[Use, int]:
         """Return the increase of each counter since the earlier reading; only counters that increased."""
@@ -96,14 +185,26 @@ class PodTimeAccount:
     that are still counted, are counted as joined, or are completely counted.
     """
 
-    at: int = 0
-    pods: Counts = field(default_factory=dict)
-    accelerators: Counts = field(default_factory=dict)
-    pending: tuple[int, int] = (0, 0)
-    seen: Reading = field(default_factory=lambda: Reading(-1, {}))
-    open: frozenset[str] = frozenset()
-    joined: frozenset[str] = frozenset()
-    closed: frozenset[str] = frozenset()
+    LAYOUT: ClassVar[Layout] = Layout(
+        needs={"memory.usage": ("at",)},
+        texts={"usagePods": TextForm(_unpack_pods, _pack_pods)},
+        required=frozenset({"at"}),
+    )
+    at: Annotated[int, At("memory.usage.at", POSITIVE)] = 0
+    pods: Annotated[Counts, At("memory.usage.pods", _COUNTS, always=True)] = field(
+        default_factory=dict
+    )
+    accelerators: Annotated[
+        Counts, At("memory.usage.gpus", _COUNTS_ABOVE_0, always=True)
+    ] = field(default_factory=dict)
+    pending: Annotated[tuple[int, int], At("memory.usage.pending", _PAIR, always=True)] = (
+        0,
+        0,
+    )
+    seen: Reading = field(default_factory=Reading)
+    open: Annotated[frozenset[str], At("memory.usagePods.open", _NAMES)] = frozenset()
+    joined: Annotated[frozenset[str], At("memory.usagePods.joined", _NAMES)] = frozenset()
+    closed: Annotated[frozenset[str], At("memory.usagePods.closed", _NAMES)] = frozenset()
 
     @property
     def pod_milliseconds(self) -> int:
@@ -248,7 +349,7 @@ def _take_back(counts: dict[Use, int], pending: int) -> int:
     return pending
 
 
-# ---- to the wire, and back ---------------------------------------------------------------------------------
+# ---- for users ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -281,117 +382,4 @@ def show_usage(usage: PodTimeAccount, price: Price) -> dict[str, Any]:
         "byCause": {
             use: round(usage.pods[use] / 1000) for use in USE_NAMES if usage.pods.get(use)
         },
-    }
-
-
-def pack_usage(usage: PodTimeAccount) -> str:
-    """Encode the counters as one text; empty if nothing was counted."""
-    if not usage.at:
-        return ""
-    content = {
-        "at": usage.at,
-        "pods": dict(usage.pods),
-        "gpus": {use: amount for use, amount in usage.accelerators.items() if amount},
-        "pending": list(usage.pending),
-        "attempt": usage.seen.attempt,
-        "seen": dict(usage.seen.counted),
-    }
-    return pack_mapping(content)
-
-
-def pack_pods(usage: PodTimeAccount, attempts: Sequence[int]) -> str:
-    """Encode the names of the pods by state: ``o`` open, ``j`` joined, ``c`` closed.
-
-    The text starts with the states of the newest attempts of all nodes, run-length encoded: ``j3o-2c`` means
-    three joined nodes, one open node, two nodes without a pod and one closed node. The other pods follow:
-    nodes by attempt, such as ``o:0/0-3,7``, and other pods by name.
-    """
-    states = dict.fromkeys(usage.open, "o") | dict.fromkeys(usage.joined, "j")
-    states |= dict.fromkeys(usage.closed, "c")
-    letters = "".join(
-        states.pop(f"{index}-{attempt}", "-") for index, attempt in enumerate(attempts)
-    )
-    groups = [(letter, len(list(same))) for letter, same in groupby(letters.rstrip("-"))]
-    packed = "".join(
-        letter if times == 1 else f"{letter}{times}" for letter, times in groups
-    )
-
-    # Then list the other pods, which are few: older attempts that are ending, and pods that are not nodes.
-    others = []
-    for state in "ojc":
-        by_attempt: dict[str, set[int]] = {}
-        for name in sorted(name for name, of in states.items() if of == state):
-            index, dash, number = name.partition("-")
-            if dash and index.isdecimal() and number.isdecimal():
-                by_attempt.setdefault(number, set()).add(int(index))
-            else:
-                others.append(f"{state}:{name}")
-        for number, indices in sorted(by_attempt.items()):
-            others.append(f"{state}:{number}/{pack_ranges(indices)}")
-    return " ".join([packed or "-", *others[:_MOST_OTHERS]]) if packed or others else ""
-
-
-def pack_notes(usage: PodTimeAccount, attempts: Sequence[int]) -> dict[str, str]:
-    """Encode the part of the status that only ``parse_notes`` reads. ``attempts``: newest attempt of each
-    node."""
-    return {"usage": pack_usage(usage), "usagePods": pack_pods(usage, attempts)}
-
-
-def parse_notes(notes: Mapping[str, Any]) -> PodTimeAccount:
-    """Parse the account in the notes of a status, which also contain ``attempts``."""
-    attempts = unpack_counts(get_text(notes, "attempts"), most=MAX_ATTEMPT)
-    return parse_usage(get_text(notes, "usage"), get_text(notes, "usagePods"), attempts)
-
-
-def parse_usage(
-    counters: str, pods: str = "", attempts: Sequence[int] = ()
-) -> PodTimeAccount:
-    """Parse the two texts of ``pack_usage`` and ``pack_pods``, from the same status as ``attempts``.
-
-    Returns an empty account if ``counters`` is not valid.
-    """
-    raw = unpack_mapping(counters)
-    at = get_int(raw, "at", most=_MOST) or 0
-    if at <= 0:
-        return PodTimeAccount()
-    attempt = get_natural(raw, "attempt")
-    pending = raw.get("pending")
-    listed = pending if isinstance(pending, list) else []
-    amounts = [one for one in listed if to_int(one, most=_MOST) is not None]
-
-    # Collect names by state, as ``pack_pods`` writes them. Nodes under "-" have no pod.
-    found: dict[str, set[str]] = {state: set() for state in "ojc-"}
-    packed, *others = pods.split() or [""]
-    index = 0
-    for letter, times in _LETTERS.findall(packed):
-        # Never read more nodes than ``attempts`` has, even if the text contains larger counts.
-        last = min(index + int(times or 1), len(attempts))
-        found[letter] |= {f"{one}-{attempts[one]}" for one in range(index, last)}
-        index = last
-    for part in others[:_MOST_OTHERS]:
-        state, _, name = part.partition(":")
-        number, slash, ranges = name.partition("/")
-        if state in found and slash:
-            found[state] |= {f"{one}-{number}" for one in unpack_ranges(ranges)}
-        elif state in found and len(name) <= _LONGEST_NAME:
-            found[state].add(name)
-    return PodTimeAccount(
-        at=at,
-        pods=parse_counts(get_map(raw, "pods")),
-        accelerators=parse_counts(get_map(raw, "gpus")),
-        pending=(amounts[0], amounts[1]) if len(amounts) == 2 else (0, 0),
-        seen=Reading(
-            -1 if attempt is None else attempt, parse_counts(get_map(raw, "seen"))
-        ),
-        open=frozenset(found["o"] | found["j"]),
-        joined=frozenset(found["j"]),
-        closed=frozenset(found["c"]),
-    )
-
-
-def parse_counts(raw: Mapping[str, Any]) -> dict[Use, int]:
-    """Parse counts by use in milliseconds. Unknown uses and values that are not valid counts are left out."""
-    found = {use: get_int(raw, use, most=_MOST) for use in USE_NAMES}
-    return {
-        use: amount for use, amount in found.items() if amount is not None and amount >= 0
     }

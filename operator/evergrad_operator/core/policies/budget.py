@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from evergrad_common.causes import COUNTED, PodCause
+from evergrad_operator.core.objects.backoff import find_delay
 from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.observe.coordinator_status import CoordinatorStatus
-from evergrad_operator.core.observe.memory import Budget, Memory
+from evergrad_operator.core.observe.memory import Budget, FirstStatus, Memory
 from evergrad_operator.core.observe.observe import Observation
 from evergrad_operator.core.observe.pods import PodState, describe_cause
 
@@ -98,18 +99,6 @@ def _delay(count: int, config: Config) -> float:
     )
 
 
-def find_delay(count: int, *, first: float, longest: float) -> float:
-    """Return the seconds to wait before attempt ``count``, doubled each time up to ``longest``.
-
-    The delay is 0 if ``count`` is below 1, because most first failures do not repeat. For example, with
-    ``first=10`` the delays for the counts 0, 1, 2 and 3 are 0, 10, 20 and 40 s.
-    """
-    if count < 1:
-        return 0.0
-    # Limit the exponent, because 2.0 ** 1024 raises OverflowError.
-    return min(longest, first * 2.0 ** min(count - 1, 30))
-
-
 def _mark(budget: Budget, memory: Memory) -> Budget:
     """Record the current step and checkpoint. No step counts as progress before ``begin_count`` sets
     ``since``."""
@@ -136,7 +125,7 @@ def begin_count(memory: Memory, observation: Observation) -> Memory:
     if progress is None or not observation.is_answer_new:
         return memory
     marked = _mark(budget, memory)
-    since = (progress.attempt, progress.new_steps or 0)
+    since = FirstStatus(progress.attempt, progress.new_steps or 0)
     return replace(memory, budget=replace(marked, since=since))
 
 
@@ -154,9 +143,8 @@ def _has_progress(memory: Memory, progress: CoordinatorStatus, *, is_fresh: bool
     budget, training = memory.budget, memory.training
     if budget.since is None:
         return False
-    attempt, known = budget.since
-    if progress.attempt == attempt and progress.new_steps is not None:
-        return progress.new_steps > known
+    if progress.attempt == budget.since.attempt and progress.new_steps is not None:
+        return progress.new_steps > budget.since.new_steps
 
     # A new coordinator counts from 0 and does not have the steps before its start. Coordinators of older
     # releases do not count. In both cases compare the newest step, or the newest checkpoint, with the

@@ -23,9 +23,10 @@ from dataclasses import replace
 from typing import Final
 
 from evergrad_common.causes import PodCause
+from evergrad_operator.core.objects.backoff import find_delay
 from evergrad_operator.core.objects.config import Config
+from evergrad_operator.core.objects.status_kinds import MAX_HOSTS
 from evergrad_operator.core.observe.memory import (
-    MAX_HOSTS,
     REMEMBERED_SECONDS,
     HostFaults,
     Memory,
@@ -33,7 +34,6 @@ from evergrad_operator.core.observe.memory import (
 )
 from evergrad_operator.core.observe.observe import Observation
 from evergrad_operator.core.observe.pods import PodState, describe_cause
-from evergrad_operator.core.policies.budget import find_delay
 
 MANY_FAULTS: Final = 6
 """Number of consecutive host faults after which a run that does not train needs a person."""

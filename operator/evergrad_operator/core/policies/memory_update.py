@@ -11,10 +11,10 @@ from evergrad_common.causes import PodCause
 from evergrad_operator.core.objects import names
 from evergrad_operator.core.objects.config import Config
 from evergrad_operator.core.objects.images import pin_image
+from evergrad_operator.core.objects.status_kinds import MAX_CAUSES
 from evergrad_operator.core.observe.coordinator_status import CoordinatorStatus
 from evergrad_operator.core.observe.evaluation import Tries
 from evergrad_operator.core.observe.memory import (
-    MAX_CAUSES,
     Budget,
     Coordinator,
     EndRecord,

@@ -8,9 +8,9 @@ import hashlib
 from dataclasses import replace
 from typing import Final
 
+from evergrad_operator.core.objects.backoff import find_delay
 from evergrad_operator.core.objects.names import Condition, Phase, Reason
 from evergrad_operator.core.objects.times import format_duration, format_time, parse_time
-from evergrad_operator.core.policies.budget import find_delay
 from evergrad_operator.core.policies.context import ReconcileContext
 from evergrad_operator.core.policies.waiting import explain_refusal
 

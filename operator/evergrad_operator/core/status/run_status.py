@@ -16,19 +16,16 @@ from evergrad_operator.core.objects.raw import (
     get_text,
     keep_start,
 )
-from evergrad_operator.core.objects.status_encoding import format_rate, without_empty
-from evergrad_operator.core.objects.times import format_duration, format_time, parse_time
-from evergrad_operator.core.observe.evaluation import show_evaluation
-from evergrad_operator.core.observe.memory import Coordinator, Memory, RecordedTraining
+from evergrad_operator.core.objects.status_encoding import without_empty
+from evergrad_operator.core.objects.times import parse_time
+from evergrad_operator.core.observe.memory import Coordinator, Memory, build_memory
 from evergrad_operator.core.observe.observe import Observation, is_deleted_with
 from evergrad_operator.core.observe.pods import MAX_MESSAGE
-from evergrad_operator.core.observe.preparation import show_preparation
 from evergrad_operator.core.observe.time_accounting import NO_PRICE, Price, show_usage
 from evergrad_operator.core.status.conditions import (
     build_conditions,
     build_refused_conditions,
 )
-from evergrad_operator.core.status.memory_status import build_memory
 
 PROGRESS_SECONDS: Final = 10.0
 """Minimum seconds between two writes if only the progress differs."""
@@ -73,7 +70,9 @@ def build_status(
     ready = min(memory.training.ready, running)
     if is_at_rest and not running:
         ready = 0
-    training = replace(memory.training, ready=ready)
+    # A run that is suspended or over has no estimated end.
+    eta = None if is_at_rest else memory.training.eta_seconds
+    training = replace(memory.training, ready=ready, eta_seconds=eta)
     memory = replace(memory, training=training)
 
     # Allow a longer message for an invalid spec, so that it lists all problems of the file if possible.
@@ -81,7 +80,6 @@ def build_status(
     longest = LONGEST_LIST if is_invalid else MAX_MESSAGE
     # Show no summary of nodes for a run that is over, because it needs no nodes.
     summary = None if memory.finish else f"{ready}/{run.spec.nodes.largest}"
-    saved_at = training.checkpoint_at
     nodes = {
         "summary": summary,
         "min": run.spec.nodes.min,
@@ -94,18 +92,8 @@ def build_status(
         "message": keep_start(decision.message, longest),
         **build_memory(memory),
         "nodes": {**nodes, "ready": ready, "running": running},
-        "progress": _build_progress(training, is_running=not is_at_rest),
         "volume": _build_volume(observation),
-        "preparation": show_preparation(memory.preparation),
-        "evaluation": show_evaluation(memory.evaluation),
         "usage": show_usage(memory.usage, price),
-        "checkpoint": {
-            "step": training.checkpoint_step,
-            "savedAt": None if saved_at is None else format_time(saved_at),
-            "failedSaves": training.failed_saves,
-            "trouble": training.save_trouble or None,
-            "message": training.save_message or None,
-        },
     }
     cleaned: dict[str, Any] = without_empty(status)
     # Build the conditions from the same memory as the other fields, so that they are consistent.
@@ -205,31 +193,6 @@ def _build_volume(observation: Observation) -> dict[str, Any]:
     )
     if goes or mark == run.uid or run.spec.storage.when_deleted == "Delete":
         shown["goesWithRun"] = goes or mark == run.uid
-    return shown
-
-
-def _build_progress(training: RecordedTraining, *, is_running: bool) -> dict[str, Any]:
-    step = training.step
-    total = training.total_steps
-    loss = training.loss
-    rate = training.tokens_per_second
-    # A run that is suspended or over has no estimated end.
-    eta = training.eta_seconds if is_running else None
-    shown: dict[str, Any] = {
-        "generation": training.generation,
-        "step": step,
-        "totalSteps": total,
-        "summary": None if step is None else str(step),
-        "loss": None if loss is None else f"{loss:.3f}",
-        "tokensPerSecond": None if rate is None else format_rate(rate),
-        "eta": None if eta is None else format_duration(eta),
-        "etaSeconds": None if eta is None else int(eta),
-        "updatedAt": format_time(training.updated_at) if training.updated_at else None,
-    }
-    if step is not None and total:
-        shown["summary"] = f"{step}/{total}"
-        # Limit to 100, because an edit may set a horizon that the run has already passed.
-        shown["percent"] = min(100, 100 * step // total)
     return shown
 
 

@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 import aiohttp
 from kubernetes.aio.client.api_client import ApiClient
 
+from evergrad_operator.core.objects.backoff import find_delay
 from evergrad_operator.core.objects.errors import ApiError, LeaseLostError
 from evergrad_operator.core.objects.kinds import Kind, Raw
 from evergrad_operator.core.objects.names import FIELD_MANAGER
@@ -132,8 +133,10 @@ class ApiTransport:
         """Send a request, retry transient errors, and return the parsed answer."""
         limits = self._limits
         pauses = (
-            min(limits.longest_pause, limits.first_pause * 3**number)
-            for number in range(limits.tries - 1)
+            find_delay(
+                number, first=limits.first_pause, longest=limits.longest_pause, growth=3.0
+            )
+            for number in range(1, limits.tries)
         )
         while True:
             try:

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from evergrad_operator.core.objects.names import Key
 from evergrad_operator.core.objects.raw import get_map, get_text
-from evergrad_operator.core.observe.memory import MAX_HOSTS, REMEMBERED_SECONDS, parse_hosts
+from evergrad_operator.core.objects.status_kinds import MAX_HOSTS
+from evergrad_operator.core.observe.memory import REMEMBERED_SECONDS, parse_hosts
 
 ENOUGH_RUNS: Final = 2
 """Number of runs that must fail on a host before all other runs avoid it.

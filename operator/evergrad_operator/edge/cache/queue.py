@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from evergrad_operator.core.objects.backoff import find_delay
+
 K = TypeVar("K", bound=Hashable)
 _SPARE_ENTRIES = 64
 """Number of superseded entries below which the heap is not cleaned up, because it is not worth the work."""
@@ -38,9 +40,8 @@ class Backoff:
 
     def delay(self, failures: int) -> float:
         """Return the seconds to wait after ``failures`` consecutive failures. ``failures`` is at least 1."""
-        # Bound the exponent, because the power would overflow for a key that fails for days.
-        doubled = self.first * 2.0 ** min(failures - 1, 40)
-        return min(self.longest, doubled) * random.uniform(0.5, 1.0)
+        delay = find_delay(failures, first=self.first, longest=self.longest)
+        return delay * random.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from evergrad_operator.core.decision import NodeBounds
+from evergrad_operator.core.objects.backoff import find_delay
 from evergrad_operator.core.objects.errors import OperatorError, UnauthorizedError
 from evergrad_operator.core.objects.names import STATUS_PORT, Key, Reason
 from evergrad_operator.core.observe.observe import UNREACHABLE_SECONDS, Silence
@@ -312,7 +313,7 @@ class Coordinators:
         if followed.failures == 1:
             return 1.0
         # Add jitter, so that coordinators that became silent together are not polled at the same moments.
-        backoff = min(30.0, 2.0 ** min(followed.failures - 1, 5))
+        backoff = find_delay(followed.failures, first=1.0, longest=30.0)
         pause = max(backoff, self._settings.find_interval(len(self._followed)))
         pause *= random.uniform(0.7, 1.3)
         # Poll no later than the next of SILENCES, or that silence would be reported late.

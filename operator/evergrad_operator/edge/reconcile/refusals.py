@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
+from evergrad_operator.core.objects.backoff import find_delay
 from evergrad_operator.core.observe.observe import NAME_LEFT, NAME_TAKEN, ApplyFailure
 
 Step = tuple[str, str, str]
@@ -77,9 +78,9 @@ class Refusals:
             NAME_TAKEN,
         )
         longest = _LONGEST_CONFLICT_SECONDS if is_brief else LONGEST_RETRY
-        doubled = FIRST_RETRY * 2.0 ** min(count - 1, 10)
+        delay = find_delay(count, first=FIRST_RETRY, longest=longest)
         # Bound Retry-After, too, because the server may recover earlier.
-        pause = max(min(longest, doubled), min(at_least, LONGEST_RETRY))
+        pause = max(delay, min(at_least, LONGEST_RETRY))
         self._refusals[step] = Refusal(
             failure,
             count,
