@@ -55,8 +55,9 @@ COPY coordinator /source/coordinator
 COPY manifest /source/manifest
 COPY cli /source/cli
 COPY trainer_image /source/trainer_image
+COPY latent_edit /source/latent_edit
 RUN python -m pip install --disable-pip-version-check --no-cache-dir --no-index --no-deps --no-build-isolation --no-compile \
-        --ignore-installed --prefix /out --no-warn-script-location /source/common /source/coordinator /source/manifest /source/cli /source/trainer_image \
+        --ignore-installed --prefix /out --no-warn-script-location /source/common /source/coordinator /source/manifest /source/cli /source/trainer_image /source/latent_edit \
     && python -m compileall -q --invalidation-mode unchecked-hash -s /out -p /opt/evergrad /out \
     && chmod -R a+rX,go-w /out
 

@@ -29,7 +29,15 @@ DATA = ROOT / "tests" / "evidence" / "capabilities.csv"
 COLUMNS = ("id", "system", "capability", "state", "where", "note")
 STATES = ("works", "partial", "missing", "refused", "n/a")
 MARKER = "capability"
-_PACKAGES = ("common", "coordinator", "manifest", "operator", "cli", "trainer_image")
+_PACKAGES = (
+    "common",
+    "coordinator",
+    "manifest",
+    "operator",
+    "cli",
+    "trainer_image",
+    "latent_edit",
+)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ BASES = {
 }
 PACKAGES = {
     "operator": ("common", "coordinator", "manifest", "operator"),
-    "trainer": ("common", "coordinator", "manifest", "cli", "trainer_image"),
+    "trainer": ("common", "coordinator", "manifest", "cli", "trainer_image", "latent_edit"),
 }
 TARGETS = tuple(PACKAGES)
 REVISION_LABEL = "org.opencontainers.image.revision"

@@ -43,7 +43,7 @@ class Release:
 
 
 def build_wheels(release: Release) -> None:
-    """Build the five wheels from copies without build products and with normalized file modes."""
+    """Build the wheels of all packages from copies without build products and with normalized file modes."""
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
     with tempfile.TemporaryDirectory() as scratch:
         for name in FOLDERS:

@@ -142,7 +142,7 @@ def test_variables_that_kubernetes_sets_for_a_service_are_not_reported_in_a_pod(
 def test_every_variable_that_a_package_reads_is_known() -> None:
     root = Path(__file__).resolve().parents[3]
     read = set()
-    for package in ("trainer_image", "cli", "coordinator", "manifest"):
+    for package in ("trainer_image", "latent_edit", "cli", "coordinator", "manifest"):
         for file in (root / package).rglob("*.py"):
             read.update(re.findall(r"\"(EVERGRAD_[A-Z_]*[A-Z])\"", file.read_text("utf-8")))
     assert len(read) >= 9

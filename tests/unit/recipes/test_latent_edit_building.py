@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 from latent_corpus import bases, write_corpus
 
-from evergrad_trainer.base.errors import DataError
-from evergrad_trainer.recipes.latent_edit.building import (
+from evergrad_latent_edit.building import (
     is_kept,
     list_memberships,
     mix_rows,
     sample_windows,
     write_manifest,
 )
-from evergrad_trainer.recipes.latent_edit.corpus import read_corpus
-from evergrad_trainer.recipes.latent_edit.leaks import describe_leaks, find_leaks
-from evergrad_trainer.recipes.latent_edit.windows import Window
+from evergrad_latent_edit.corpus import read_corpus
+from evergrad_latent_edit.leaks import describe_leaks, find_leaks
+from evergrad_latent_edit.windows import Window
+from evergrad_trainer.base.errors import DataError
 
 pytestmark = pytest.mark.capability("G-56")
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from latent_corpus import LENGTH, bases, seal, window_row, write_corpus, write_lines
 
+from evergrad_latent_edit.corpus import read_corpus, why_unsafe
+from evergrad_latent_edit.edits import Edit
+from evergrad_latent_edit.tables import read_tables
+from evergrad_latent_edit.windows import HoldOutPolicy, read_windows
 from evergrad_manifest.training.latent_edit import HoldOut
 from evergrad_trainer.base.errors import DataError
-from evergrad_trainer.recipes.latent_edit.corpus import read_corpus, why_unsafe
-from evergrad_trainer.recipes.latent_edit.edits import Edit
-from evergrad_trainer.recipes.latent_edit.tables import read_tables
-from evergrad_trainer.recipes.latent_edit.windows import HoldOutPolicy, read_windows
 
 Change = Callable[[dict[str, Any]], None]
 

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from latent_corpus import LENGTH, bases
 
-from evergrad_manifest.training.latent_edit import EditQuota, published_mixture
-from evergrad_trainer.base.errors import DataError
-from evergrad_trainer.recipes.latent_edit.draws import Draws
-from evergrad_trainer.recipes.latent_edit.edits import (
+from evergrad_latent_edit.draws import Draws
+from evergrad_latent_edit.edits import (
     Edit,
     EditError,
     EditType,
@@ -20,8 +18,10 @@ from evergrad_trainer.recipes.latent_edit.edits import (
     relative,
     type_of,
 )
-from evergrad_trainer.recipes.latent_edit.items import Items, ItemTable
-from evergrad_trainer.recipes.latent_edit.windows import Window
+from evergrad_latent_edit.items import Items, ItemTable
+from evergrad_latent_edit.windows import Window
+from evergrad_manifest.training.latent_edit import EditQuota, published_mixture
+from evergrad_trainer.base.errors import DataError
 
 
 def edit(position: int, reference: str, alternate: str) -> RelativeEdit:

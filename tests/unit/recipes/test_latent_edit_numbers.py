@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from evergrad_manifest.training import Monitor
-from evergrad_trainer.observers.watches import Watch, rule_of
-from evergrad_trainer.recipes.latent_edit.loss import (
+from evergrad_latent_edit.loss import (
     RIDGE,
     gaussian_kl,
     measure_spread,
     prediction_losses,
 )
+from evergrad_manifest.training import Monitor
+from evergrad_trainer.observers.watches import Watch, rule_of
 
 PREDICTED = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
 TARGET = torch.tensor([[[1.0, 0.0]], [[1.0, 1.0]]])

@@ -16,24 +16,24 @@ import torch
 from latent_corpus import ENCODER, seal, training, write_corpus, write_lines
 from torch import Tensor
 
-from evergrad_manifest.training import Training
-from evergrad_trainer.base.errors import DataError, ModelError
-from evergrad_trainer.data.prepared import Prepared
-from evergrad_trainer.models.build import ModelPlan, build_model, plan_model
-from evergrad_trainer.models.randomness import Purpose, seed_generators
-from evergrad_trainer.recipes import load_task
-from evergrad_trainer.recipes.latent_edit import LatentEditTask, features
-from evergrad_trainer.recipes.latent_edit.edits import type_of
-from evergrad_trainer.recipes.latent_edit.encoder import Encoder, encode
-from evergrad_trainer.recipes.latent_edit.features import FeatureCache
-from evergrad_trainer.recipes.latent_edit.modules import ActionEncoder, Predictor
-from evergrad_trainer.recipes.latent_edit.source import (
+from evergrad_latent_edit import LatentEditTask, features
+from evergrad_latent_edit.edits import type_of
+from evergrad_latent_edit.encoder import Encoder, encode
+from evergrad_latent_edit.features import FeatureCache
+from evergrad_latent_edit.modules import ActionEncoder, Predictor
+from evergrad_latent_edit.source import (
     NO_MER,
     EditSource,
     digits_of,
     mers_of,
     types_of,
 )
+from evergrad_manifest.training import Training
+from evergrad_trainer.base.errors import DataError, ModelError
+from evergrad_trainer.data.prepared import Prepared
+from evergrad_trainer.models.build import ModelPlan, build_model, plan_model
+from evergrad_trainer.models.randomness import Purpose, seed_generators
+from evergrad_trainer.recipes import load_task
 from evergrad_trainer.run.directory import RunDirectory
 from evergrad_trainer.task import Modules, Setup
 
@@ -251,7 +251,7 @@ def test_a_run_keeps_its_states_only_while_each_start_has_the_previous_encoder(
 def test_the_weights_of_a_directory_are_part_of_the_encoder_and_may_be_pinned(
     corpus: Path,
 ) -> None:
-    from evergrad_trainer.recipes.latent_edit.corpus import hash_file
+    from evergrad_latent_edit.corpus import hash_file
 
     settings = Training.model_validate(training())
     plan = plan_model(settings.model, base_directory=corpus, vocab_size=257)

@@ -1,11 +1,13 @@
 """Names of recipes: each is a separate task, with the sections that a file may contain for it."""
 
 import re
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import evergrad_trainer
+from evergrad_manifest.files.task_files import RECIPE_GROUP
 from evergrad_manifest.training import RECIPES as NAMES
 from evergrad_trainer.recipes import RECIPES
 
@@ -16,8 +18,9 @@ SECTIONS = ("twoStageKl", "latentEdit")
 
 @pytest.mark.capability("A-1")
 def test_each_recipe_name_of_a_manifest_has_its_own_task() -> None:
-    assert tuple(RECIPES) == NAMES
-    assert len(set(RECIPES.values())) == len(NAMES) == 5
+    separate = {one.name: one.load() for one in metadata.entry_points(group=RECIPE_GROUP)}
+    assert (*RECIPES, *separate) == NAMES
+    assert len({*RECIPES.values(), *separate.values()}) == len(NAMES) == 5
 
 
 def test_no_recipe_name_is_used_outside_the_recipes_folder() -> None:

@@ -117,7 +117,7 @@ def test_the_crd_of_the_chart_matches_the_crds_folder(root: Path) -> None:
 
 def test_the_versions_of_chart_and_packages_agree(root: Path) -> None:
     described = yaml.safe_load((root / "charts/evergrad/Chart.yaml").read_text())
-    for package in ("common", "coordinator", "operator", "trainer_image"):
+    for package in ("common", "coordinator", "operator", "trainer_image", "latent_edit"):
         assert (
             f'\nversion = "{described["appVersion"]}"\n'
             in (root / package / "pyproject.toml").read_text()

@@ -104,7 +104,7 @@ def test_repository_files_that_a_command_names_exist(page: str) -> None:
         word.removeprefix("./")
         for word in words
         if re.match(
-            r"(\./)?(examples|charts|trainer_image|common|coordinator|docs|tests)(/|$)",
+            r"(\./)?(examples|charts|trainer_image|latent_edit|common|coordinator|docs|tests)(/|$)",
             word,
         )
     ]

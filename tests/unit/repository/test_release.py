@@ -22,7 +22,16 @@ VERSION = version()
 EPOCH = 1_700_000_000
 WHEELS = {
     f"evergrad_{name}-{VERSION}-py3-none-any.whl"
-    for name in ("chaos", "cli", "common", "coordinator", "manifest", "operator", "trainer")
+    for name in (
+        "chaos",
+        "cli",
+        "common",
+        "coordinator",
+        "latent_edit",
+        "manifest",
+        "operator",
+        "trainer",
+    )
 }
 BILLS = {f"evergrad-{name}-{VERSION}.cdx.json" for name in ("operator", "trainer")}
 CHART = f"evergrad-{VERSION}.tgz"

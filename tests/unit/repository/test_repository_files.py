@@ -171,7 +171,7 @@ def test_the_license_is_the_full_apache_2(root: Path) -> None:
 
 
 def test_only_recipes_name_a_recipe(texts: dict[Path, str], root: Path) -> None:
-    from evergrad_trainer.recipes import RECIPES
+    from evergrad_manifest.training import RECIPES
 
     trainer = {
         name: text

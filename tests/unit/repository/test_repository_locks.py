@@ -127,7 +127,11 @@ def test_everything_named_in_an_in_file_is_locked(
 @pytest.mark.parametrize(
     ("folders", "source", "own_locks"),
     [
-        (("trainer_image", "manifest", "cli"), "trainer.in", ("trainer.txt", "torch.txt")),
+        (
+            ("trainer_image", "latent_edit", "manifest", "cli"),
+            "trainer.in",
+            ("trainer.txt", "torch.txt"),
+        ),
         (("operator", "manifest"), "operator.in", ("operator.txt",)),
     ],
 )

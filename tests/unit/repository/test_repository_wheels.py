@@ -21,6 +21,7 @@ PACKAGES = {
     "manifest": "evergrad_manifest",
     "chaos": "evergrad_chaos",
     "cli": "evergrad_cli",
+    "latent_edit": "evergrad_latent_edit",
     "operator": "evergrad_operator",
     "trainer_image": "evergrad_trainer",
 }
@@ -156,7 +157,7 @@ def test_the_cli_wheel_provides_the_command_and_never_requires_torch(
     ] == []
 
 
-def test_all_five_packages_have_the_same_version_and_licence(root: Path) -> None:
+def test_all_packages_have_the_same_version_and_licence(root: Path) -> None:
     projects = [
         tomllib.loads((root / folder / "pyproject.toml").read_text())["project"]
         for folder in PACKAGES

@@ -31,6 +31,7 @@ def said() -> str:
         "operator",
         "cli",
         "trainer_image",
+        "latent_edit",
     ):
         for module in (_ROOT / package).glob("evergrad*/**/*.py"):
             for node in ast.walk(ast.parse(module.read_text("utf-8"))):

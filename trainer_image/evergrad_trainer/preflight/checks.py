@@ -22,7 +22,7 @@ from evergrad_manifest.derive import (
     why_not_exported,
 )
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.errors import InputError, Problem
+from evergrad_manifest.errors import ConfigurationError, InputError, Problem
 from evergrad_manifest.training import RECIPES, REFERENCE_FIELD, Training
 from evergrad_manifest.training.optimization import OF_OPTIMIZER
 from evergrad_manifest.values.numbers import show
@@ -140,10 +140,10 @@ def examine(
     findings += [Finding("error", problem) for problem in problems]
     size: int | None = None
     if training.recipe in RECIPES:
-        # Load only the recipes of this package: the code of a user's recipe runs only in training.
-        task, _ = load_task(training, base_directory)
-        check = getattr(task, "check_files", tuple)
-        findings += [Finding("error", problem) for problem in check()]
+        # Load only the recipes of Evergrad: the code of a user's recipe runs only in training.
+        findings += [
+            Finding("error", problem) for problem in _check_task(training, base_directory)
+        ]
     findings += check_frozen(training, plan)
     findings += check_dtype(training, plan)
     findings += check_template(training, base_directory)
@@ -198,6 +198,17 @@ def _read_model(
         return plan, None if plan.config is None else model_facts(plan), ()
     except InputError as error:
         return plan, None, tuple(error.problems)
+
+
+def _check_task(training: Training, base_directory: Path) -> Sequence[Problem]:
+    """Return why the recipe cannot be loaded, for example a missing package, or what is wrong with its
+    files."""
+    try:
+        task, _ = load_task(training, base_directory)
+    except ConfigurationError as error:
+        return error.problems
+    problems: Sequence[Problem] = getattr(task, "check_files", tuple)()
+    return problems
 
 
 def examine_file(run: TrainingRun, base_directory: Path) -> FileReport:

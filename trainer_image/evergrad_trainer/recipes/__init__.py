@@ -1,9 +1,10 @@
-"""Recipes: what is trained, one folder per recipe. Only this package refers to recipes by name."""
+"""Recipes: what is trained, one folder or package per recipe. Only this package refers to recipes by name."""
 
 from pathlib import Path
 
+from evergrad_manifest.files.task_files import task_path
 from evergrad_manifest.training import Training
-from evergrad_trainer.recipes.latent_edit import LatentEditTask
+from evergrad_trainer.recipes.packages import load_offered
 from evergrad_trainer.recipes.preference import Preference
 from evergrad_trainer.recipes.pretrain import Pretrain
 from evergrad_trainer.recipes.sft import Sft
@@ -18,9 +19,9 @@ RECIPES: dict[str, type[Task]] = {
     "sft": Sft,
     "two_stage_kl": TwoStageKl,
     "preference": Preference,
-    "latent_edit": LatentEditTask,
 }
-"""Tasks by the value of ``spec.training.recipe``; any other value names a user's task."""
+"""Tasks of this package by the value of ``spec.training.recipe``. Any other value names a recipe of a
+separate package, or a user's task."""
 
 
 def load_task(
@@ -35,11 +36,14 @@ def load_task(
     Also returns the object that adds places in the task's code to errors. ``has_trained``: the run has made
     steps. ``run_directory``: as in ``Setup``.
     """
-    if training.recipe not in RECIPES:
-        return load_own(
+    recipe = RECIPES.get(training.recipe)
+    if recipe is None:
+        # A package offers the recipe if there is no file of its name.
+        is_offered = task_path(training, base_directory) is None
+        load = load_offered if is_offered else load_own
+        return load(
             training, base_directory, has_trained=has_trained, run_directory=run_directory
         )
-    recipe = RECIPES[training.recipe]
     # The built-in recipes take no options, because sections of the file contain all their settings.
     options = recipe.Options()
     task = recipe(Setup(training, options, base_directory, run_directory))

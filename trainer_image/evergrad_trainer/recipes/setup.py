@@ -145,7 +145,7 @@ def _prepare_own(
 ) -> Prepared:
     """Let the task prepare its data.
 
-    The folder is named after a hash of the task's files and options, or after the recipe.
+    The folder is named after a hash of the task's files or package and of its options, or after the recipe.
     """
     prepare = getattr(task, "prepare", None)
     if prepare is None:

@@ -185,30 +185,48 @@ def load_own(
             what = f"the module {module_name} is taken from {found or 'Python itself'}"
             why = f"a module of that name was loaded before {path.resolve()}"
             raise ConfigurationError(Problem(_RECIPE, what, why, "Rename the file"))
-    made = getattr(module, attribute, None)
+    made: Any = getattr(module, attribute, None)
+    check_made(made, f"{attribute} is no task of {path.name}")
+    return make_task(made, training, base_directory, code, run_directory), code
+
+
+def check_made(made: object, what: str) -> None:
+    """Raise ConfigurationError with the text ``what`` if ``made`` is not the class of a task."""
     options_model = getattr(made, "Options", None)
     is_typed = isinstance(options_model, type) and issubclass(options_model, Section)
-    if not callable(made) or not is_typed or not hasattr(made, "loss"):
-        what = f"{attribute} is no task of {path.name}"
-        why = "it has no loss, or no Options (a Section)"
-        if made is None:
-            why = "there is nothing of this name"
-        remedy = (
-            "Derive a class from evergrad_trainer.recipes.pretrain.Pretrain, and name it"
-        )
-        raise ConfigurationError(Problem(_RECIPE, what, why, remedy))
+    if callable(made) and is_typed and hasattr(made, "loss"):
+        return
+    why = "it has no loss, or no Options (a Section)"
+    if made is None:
+        why = "there is nothing of this name"
+    remedy = "Derive a class from evergrad_trainer.recipes.pretrain.Pretrain, and name it"
+    raise ConfigurationError(Problem(_RECIPE, what, why, remedy))
+
+
+def make_task(
+    made: type[Task],
+    training: Training,
+    base_directory: Path,
+    code: Code,
+    run_directory: Path | None,
+) -> Task:
+    """Create the task of the class ``made``, with the options of the manifest.
+
+    Raises ConfigurationError if the options or the names of the metrics are not valid. Raises TaskInputError
+    or TaskError if the code of the class fails.
+    """
     # Parse the options before the task is created: a wrong option is not an error of the task's code.
     options = parse_options(made.Options, training.options)
     with code.guarding("its making"):
-        task: Task = made(Setup(training, options, base_directory, run_directory))
+        task = made(Setup(training, options, base_directory, run_directory))
     try:
         declare(task.metrics)
     except ValueError as error:
-        what = f"{attribute}.metrics: {error}"
+        what = f"{training.recipe.rpartition(':')[2]}.metrics: {error}"
         why = "a metric has a column, a label and a place of its own"
         problem = Problem(_RECIPE, what, why, "Rename it, or leave it out")
         raise ConfigurationError(problem) from None
-    return task, code
+    return task
 
 
 def parse_options(model: type[Section], values: Mapping[str, Any]) -> Section:

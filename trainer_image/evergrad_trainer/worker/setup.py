@@ -32,7 +32,10 @@ def open_plan(plan: SessionPlan) -> Opened:
     has_trained = has_steps(RunDirectory(plan.run_directory))
     if plan.opened is None:
         if hash_task(plan.run.training, plan.base_directory) != plan.task_hash:
-            where = task_path(plan.run.training, plan.base_directory)
+            where = (
+                task_path(plan.run.training, plan.base_directory)
+                or plan.run.training.recipe
+            )
             raise HostError(
                 f"{where}: it, or a module beside it that it imports, has changed since this node started; "
                 "two versions never train together. Change it back, or start all nodes again."

@@ -12,20 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from evergrad_manifest.errors import InputError, Problem
-from evergrad_manifest.training import LatentEdit as EditSection
-from evergrad_trainer.base.errors import ModelError
-from evergrad_trainer.data.prepared import Prepared
-from evergrad_trainer.recipes.latent_edit.corpus import TRAIN, read_corpus
-from evergrad_trainer.recipes.latent_edit.encoder import Encoder, encode
-from evergrad_trainer.recipes.latent_edit.loss import measure_spread, prediction_losses
-from evergrad_trainer.recipes.latent_edit.modules import (
+from evergrad_latent_edit.corpus import TRAIN, read_corpus
+from evergrad_latent_edit.encoder import Encoder, encode
+from evergrad_latent_edit.loss import measure_spread, prediction_losses
+from evergrad_latent_edit.modules import (
     ActionEncoder,
     MeanTarget,
     Predictor,
 )
-from evergrad_trainer.recipes.latent_edit.preparation import MEAN, prepare
-from evergrad_trainer.recipes.latent_edit.source import (
+from evergrad_latent_edit.preparation import MEAN, prepare
+from evergrad_latent_edit.source import (
     AFTER,
     AFTER_SPAN,
     ALTERNATE,
@@ -39,7 +35,10 @@ from evergrad_trainer.recipes.latent_edit.source import (
     TYPE,
     EditSource,
 )
-from evergrad_trainer.recipes.pretrain.options import PretrainOptions
+from evergrad_manifest.errors import InputError, Problem
+from evergrad_manifest.training import LatentEdit as EditSection
+from evergrad_trainer.base.errors import ModelError
+from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.task import (
     Evaluator,
     Loss,
@@ -67,10 +66,14 @@ _MOMENTS: Final = (
 )
 
 
+class LatentEditOptions(Section):
+    """``spec.training.options`` of this recipe: none, since the section ``latentEdit`` has its settings."""
+
+
 class LatentEditTask:
     """One stage, two trained modules, one source; a model of the file that stays as it is."""
 
-    Options: ClassVar[type[Section]] = PretrainOptions
+    Options: ClassVar[type[Section]] = LatentEditOptions
     metrics: ClassVar[Mapping[str, str]] = {
         "cosine": "Mean cosine of predicted states and those of the encoder.",
         "squared_distance": "Mean squared distance between them.",

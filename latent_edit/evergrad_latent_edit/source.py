@@ -9,16 +9,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from evergrad_trainer.data.batch import Rows
-from evergrad_trainer.recipes.latent_edit.edits import (
+from evergrad_latent_edit.edits import (
     BASES,
     EditType,
     RelativeEdit,
     apply_edits,
 )
-from evergrad_trainer.recipes.latent_edit.encoder import Encoder
-from evergrad_trainer.recipes.latent_edit.items import FAMILIES
-from evergrad_trainer.recipes.latent_edit.preparation import STATES, Arrays, array_path
+from evergrad_latent_edit.encoder import Encoder
+from evergrad_latent_edit.items import FAMILIES
+from evergrad_latent_edit.preparation import STATES, Arrays, array_path
+from evergrad_trainer.data.batch import Rows
 
 POSITION: Final = "position"
 TYPE: Final = "type"

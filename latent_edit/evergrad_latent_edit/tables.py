@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from evergrad_latent_edit.corpus import TRAIN, CorpusFile
+from evergrad_latent_edit.edits import Edit, EditError, EditType, type_of
+from evergrad_latent_edit.windows import HoldOutPolicy
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_trainer.base.errors import DataError
-from evergrad_trainer.recipes.latent_edit.corpus import TRAIN, CorpusFile
-from evergrad_trainer.recipes.latent_edit.edits import Edit, EditError, EditType, type_of
-from evergrad_trainer.recipes.latent_edit.windows import HoldOutPolicy
 
 LEAST_FREQUENCY: Final = 0.01
 """Frequency of a population variant: rarer ones are no common variants."""

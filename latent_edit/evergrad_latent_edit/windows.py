@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
+from evergrad_latent_edit.corpus import TRAIN, CorpusFile
+from evergrad_latent_edit.edits import Edit, RelativeEdit
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.training.latent_edit import HoldOut
 from evergrad_manifest.training.pretrain import HELD_OUT
 from evergrad_trainer.base.errors import DataError
-from evergrad_trainer.recipes.latent_edit.corpus import TRAIN, CorpusFile
-from evergrad_trainer.recipes.latent_edit.edits import Edit, RelativeEdit
 
 _MOST_PROBLEMS: Final = 20
 _ALPHABET: Final = frozenset("ACGTN")

@@ -18,36 +18,36 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from evergrad_manifest.errors import Problem
-from evergrad_manifest.training.latent_edit import HoldOut, LatentEdit, published_mixture
-from evergrad_manifest.training.pretrain import HELD_OUT
-from evergrad_trainer.base.errors import DataError
-from evergrad_trainer.base.lock import exclusive
-from evergrad_trainer.data.preparation.disk_errors import disk_errors
-from evergrad_trainer.recipes.latent_edit.corpus import (
+from evergrad_latent_edit.corpus import (
     MANIFEST,
     TRAIN,
     Corpus,
     hash_file,
     read_corpus,
 )
-from evergrad_trainer.recipes.latent_edit.edits import AppliedEdit, apply_edits
-from evergrad_trainer.recipes.latent_edit.encoder import Encoder, Tokens
-from evergrad_trainer.recipes.latent_edit.features import (
+from evergrad_latent_edit.edits import AppliedEdit, apply_edits
+from evergrad_latent_edit.encoder import Encoder, Tokens
+from evergrad_latent_edit.features import (
     UNFINISHED_STATES,
     FeatureCache,
     States,
     compute_states,
     key_of,
 )
-from evergrad_trainer.recipes.latent_edit.items import FAMILIES, Item, Items, ItemTable
-from evergrad_trainer.recipes.latent_edit.leaks import describe_leaks, find_leaks
-from evergrad_trainer.recipes.latent_edit.tables import read_tables
-from evergrad_trainer.recipes.latent_edit.windows import (
+from evergrad_latent_edit.items import FAMILIES, Item, Items, ItemTable
+from evergrad_latent_edit.leaks import describe_leaks, find_leaks
+from evergrad_latent_edit.tables import read_tables
+from evergrad_latent_edit.windows import (
     HoldOutPolicy,
     Window,
     read_windows,
 )
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.training.latent_edit import HoldOut, LatentEdit, published_mixture
+from evergrad_manifest.training.pretrain import HELD_OUT
+from evergrad_trainer.base.errors import DataError
+from evergrad_trainer.base.lock import exclusive
+from evergrad_trainer.data.preparation.disk_errors import disk_errors
 from evergrad_trainer.task import Setup
 
 FACTS: Final = "facts.json"

@@ -8,11 +8,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
 
+from evergrad_latent_edit.corpus import MANIFEST, hash_file, read_corpus
+from evergrad_latent_edit.windows import Window
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_trainer.base.durable import replace_durably
 from evergrad_trainer.base.errors import DataError
-from evergrad_trainer.recipes.latent_edit.corpus import MANIFEST, hash_file, read_corpus
-from evergrad_trainer.recipes.latent_edit.windows import Window
 
 MARGIN: Final = 256
 """Bases at each end of a chromosome that no window has."""

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from evergrad_trainer.recipes.latent_edit.windows import Window
+from evergrad_latent_edit.windows import Window
 
 SAME: Final = "sameSequence"
 OVERLAPPING: Final = "overlapping"

@@ -10,6 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from evergrad_latent_edit.draws import Draws
+from evergrad_latent_edit.edits import (
+    BASES,
+    Edit,
+    EditError,
+    RelativeEdit,
+    apply_edits,
+    relative,
+)
+from evergrad_latent_edit.windows import Window
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training.latent_edit import (
     LONGEST_MNV,
@@ -19,16 +29,6 @@ from evergrad_manifest.training.latent_edit import (
 )
 from evergrad_trainer.base.errors import DataError
 from evergrad_trainer.data.order import Permutation, absorb
-from evergrad_trainer.recipes.latent_edit.draws import Draws
-from evergrad_trainer.recipes.latent_edit.edits import (
-    BASES,
-    Edit,
-    EditError,
-    RelativeEdit,
-    apply_edits,
-    relative,
-)
-from evergrad_trainer.recipes.latent_edit.windows import Window
 
 FAMILIES: Final = (
     "population",

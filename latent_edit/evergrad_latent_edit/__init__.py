@@ -1,5 +1,5 @@
 """A predictor of what edits of a sequence do to the states that a frozen encoder gives it."""
 
-from evergrad_trainer.recipes.latent_edit.task import LatentEditTask
+from evergrad_latent_edit.task import LatentEditTask
 
 __all__ = ["LatentEditTask"]

@@ -16,15 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from evergrad_manifest.errors import Problem
-from evergrad_trainer.base.errors import DataError, ModelError
-from evergrad_trainer.data.preparation.disk_errors import disk_errors
-from evergrad_trainer.recipes.latent_edit.encoder import (
+from evergrad_latent_edit.encoder import (
     Encoder,
     Tokens,
     encode,
     single_thread,
 )
+from evergrad_manifest.errors import Problem
+from evergrad_trainer.base.errors import DataError, ModelError
+from evergrad_trainer.data.preparation.disk_errors import disk_errors
 
 States = npt.NDArray[np.float32]
 UNFINISHED_STATES: Final = ".states-{}.tmp"

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from evergrad_latent_edit.edits import EditType
+from evergrad_latent_edit.source import MERS, NUM_MERS
 from evergrad_manifest.training.latent_edit import MOST_EDITS
-from evergrad_trainer.recipes.latent_edit.edits import EditType
-from evergrad_trainer.recipes.latent_edit.source import MERS, NUM_MERS
 
 POSITION_WIDTH: Final = 128
 TYPE_WIDTH: Final = 64

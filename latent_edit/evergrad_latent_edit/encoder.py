@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from evergrad_latent_edit.corpus import hash_file
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.training.latent_edit import EditEncoder
 from evergrad_trainer.base.errors import DataError, ModelError
 from evergrad_trainer.data.tokenizers import TextTokenizer, load_tokenizer
 from evergrad_trainer.models.build import ModelPlan, build_model, plan_model
-from evergrad_trainer.recipes.latent_edit.corpus import hash_file
 from evergrad_trainer.run.directory import RunDirectory
 from evergrad_trainer.run.record import (
     FIRST_MODEL,
