@@ -76,19 +76,7 @@ class Chaos:
                 self._strike(item[1])
             return
         if self._starving is not None:
-            # A group of two is forming again: its members transfer the state before they report that they
-            # are up.
-            status = self._recovery.look()
-            if (
-                status is not None
-                and status["generation"] >= self._recovery.needs_generation
-                and status["worldSize"] == 2
-            ):
-                source = Disturbance("kill_source", self._starving.pick)
-                self._todo.append((now + self._starving.seconds, source))
-                self._starving = None
-            elif now - self._recovery.began > PATIENCE_SECONDS:
-                self._starving = None
+            self._await_transfer(self._starving, now)
         elif self._ripe_at is not None:
             if now >= self._ripe_at:
                 self._event, self._ripe_at = next(self._events), None
@@ -98,29 +86,48 @@ class Chaos:
                     (now + one.delay_seconds, one) for one in self._event.disturbances
                 ]
         elif now - self._looked_at >= _STATUS_SECONDS:
-            # Check whether the run has recovered. If it hangs, apply no further event.
-            self._looked_at = now
-            recovery = self._recovery
-            status, seconds = recovery.look(), now - recovery.began
-            # A run with a frozen process may look healthy without it and be disturbed when the process
-            # continues, so recovery counts only without frozen processes.
-            if (
-                status is not None
-                and not self._nodes.frozen
-                and recovery.is_complete(status, awaits_all=self._event.awaits_all)
-            ):
-                if self.tally.num_events:
-                    self.tally.longest_seconds = max(self.tally.longest_seconds, seconds)
-                    self._say(
-                        f"the run goes on, {seconds:.1f} s later: generation {status['generation']}, "
-                        f"{status['worldSize']} workers, step {status['step']}"
-                    )
-                self._ripe_at = now + self._event.pause_seconds
-            elif seconds > PATIENCE_SECONDS:
-                self._has_given_up = True
+            self._check_recovery(now)
+
+    def _await_transfer(self, starving: Disturbance, now: float) -> None:
+        """Kill the only holder of the state when a group of two forms again, or give up."""
+        # A group of two is forming again: its members transfer the state before they report that they
+        # are up.
+        status = self._recovery.look()
+        if (
+            status is not None
+            and status["generation"] >= self._recovery.needs_generation
+            and status["worldSize"] == 2
+        ):
+            source = Disturbance("kill_source", starving.pick)
+            self._todo.append((now + starving.seconds, source))
+            self._starving = None
+        elif now - self._recovery.began > PATIENCE_SECONDS:
+            self._starving = None
+
+    def _check_recovery(self, now: float) -> None:
+        """Check whether the run has recovered. If it hangs, apply no further event."""
+        self._looked_at = now
+        recovery = self._recovery
+        status, seconds = recovery.look(), now - recovery.began
+        # A run with a frozen process may look healthy without it and be disturbed when the process
+        # continues, so recovery counts only without frozen processes.
+        if (
+            status is not None
+            and not self._nodes.frozen
+            and recovery.is_complete(status, awaits_all=self._event.awaits_all)
+        ):
+            if self.tally.num_events:
+                self.tally.longest_seconds = max(self.tally.longest_seconds, seconds)
                 self._say(
-                    f"no recovery within {PATIENCE_SECONDS:g} s; leaves the run alone. {status}"
+                    f"the run goes on, {seconds:.1f} s later: generation {status['generation']}, "
+                    f"{status['worldSize']} workers, step {status['step']}"
                 )
+            self._ripe_at = now + self._event.pause_seconds
+        elif seconds > PATIENCE_SECONDS:
+            self._has_given_up = True
+            self._say(
+                f"no recovery within {PATIENCE_SECONDS:g} s; leaves the run alone. {status}"
+            )
 
     def _strike(self, one: Disturbance) -> None:
         self.tally.kinds[one.kind] = self.tally.kinds.get(one.kind, 0) + 1

@@ -13,7 +13,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -232,52 +232,18 @@ def _reader(hint: Any) -> _Reader:
         return _SCALARS[hint]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        plain, limits = _reader(arguments[0]), arguments[1:]
-
-        def read_limited(value: Any, where: str) -> Any:
-            known = plain(value, where)
-            for limit in limits:
-                if (
-                    isinstance(limit, FieldBounds)
-                    and not limit.least <= known <= limit.most
-                ):
-                    raise ProtocolError(
-                        f"{where}: {known} is not within {limit.least} and {limit.most}"
-                    )
-                if isinstance(limit, MaxLength) and len(known) > limit.most:
-                    raise ProtocolError(f"{where}: longer than {limit.most} characters")
-            return known
-
-        return read_limited
+        return functools.partial(
+            _read_limited, read=_reader(arguments[0]), limits=arguments[1:]
+        )
     if origin is Literal:
         return functools.partial(_read_choice, choices={one: one for one in arguments})
     if origin in _UNIONS and len(arguments) == 2 and types.NoneType in arguments:
         inner = _reader(next(one for one in arguments if one is not types.NoneType))
         return lambda value, where: None if value is None else inner(value, where)
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        item = _reader(arguments[0])
-
-        def read_items(value: Any, where: str) -> tuple[Any, ...]:
-            if not isinstance(value, list):
-                raise ProtocolError(f"{where}: {_show(value)} is not a list")
-            return tuple(
-                item(one, f"{where}[{number}]") for number, one in enumerate(value)
-            )
-
-        return read_items
+        return functools.partial(_read_items, read=_reader(arguments[0]))
     if origin in (dict, Mapping) and arguments[0] is str:
-        entry = _reader(arguments[1])
-
-        def read_mapping(value: Any, where: str) -> dict[str, Any]:
-            if not isinstance(value, dict):
-                raise ProtocolError(f"{where}: {_show(value)} is not an object")
-            # Name a key by its beginning: the whole key may be as long as the line.
-            return {
-                _read_text(key, where): entry(one, f"{where}.{key[:40]}")
-                for key, one in value.items()
-            }
-
-        return read_mapping
+        return functools.partial(_read_mapping, read=_reader(arguments[1]))
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return functools.partial(_read_choice, choices={one.value: one for one in hint})
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
@@ -327,6 +293,34 @@ def _read_choice(value: Any, where: str, *, choices: Mapping[str | int, Any]) ->
         named = ", ".join(str(one) for one in choices)
         raise ProtocolError(f"{where}: {_show(value)} is none of {named}")
     return choices[value]
+
+
+def _read_limited(value: Any, where: str, *, read: _Reader, limits: Sequence[Any]) -> Any:
+    known = read(value, where)
+    for limit in limits:
+        if isinstance(limit, FieldBounds) and not limit.least <= known <= limit.most:
+            raise ProtocolError(
+                f"{where}: {known} is not within {limit.least} and {limit.most}"
+            )
+        if isinstance(limit, MaxLength) and len(known) > limit.most:
+            raise ProtocolError(f"{where}: longer than {limit.most} characters")
+    return known
+
+
+def _read_items(value: Any, where: str, *, read: _Reader) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise ProtocolError(f"{where}: {_show(value)} is not a list")
+    return tuple(read(one, f"{where}[{number}]") for number, one in enumerate(value))
+
+
+def _read_mapping(value: Any, where: str, *, read: _Reader) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ProtocolError(f"{where}: {_show(value)} is not an object")
+    # Name a key by its beginning: the whole key may be as long as the line.
+    return {
+        _read_text(key, where): read(one, f"{where}.{key[:40]}")
+        for key, one in value.items()
+    }
 
 
 def _show(value: Any) -> str:

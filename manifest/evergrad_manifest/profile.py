@@ -5,7 +5,7 @@ The parts of ``defaults`` have the same names as in a run's ``spec``. A profile 
 recipe: only the file decides what is trained, and the identity of the run. Pure.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
 
@@ -146,8 +146,13 @@ def check_profile(raw: Any, *, of_namespace: bool = False) -> tuple[Problem, ...
             why = "only the installation's profiles say what is allowed, and to whom"
             problems.append(Problem(key, "has no meaning in a namespace", why, "Remove it"))
 
+    problems += _check_defaults(pruned.get("defaults"))
+    problems += _check_devices(pruned.get("allows"))
+    return at_most(problems)
+
+
+def _check_defaults(given: Any) -> Iterator[Problem]:
     # The rules of a run's file read the values below ``spec``. Their problems name the profile's own path.
-    given = pruned.get("defaults")
     defaults: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
     view = View({"spec": dict(defaults)}, TrainingRun)
     found = [
@@ -162,22 +167,22 @@ def check_profile(raw: Any, *, of_namespace: bool = False) -> tuple[Problem, ...
     ]
     for problem in found:
         path = f"defaults{problem.path.removeprefix('spec')}"
-        problems.append(replace(problem, path=path))
+        yield replace(problem, path=path)
     queue = defaults.get("queueName")
     if isinstance(queue, str) and (fault := fault_of_label_value(queue)) is not None:
-        problems.append(Problem("defaults.queueName", *fault, "Correct it"))
+        yield Problem("defaults.queueName", *fault, "Correct it")
 
-    allows = pruned.get("allows")
+
+def _check_devices(allows: Any) -> Iterator[Problem]:
     named = allows.get("rdma") if isinstance(allows, Mapping) else None
     for index, name in enumerate(named if isinstance(named, list | tuple) else ()):
         path = format_path(("allows", "rdma", index))
         if isinstance(name, str) and (fault := fault_of_key(name)) is not None:
-            problems.append(Problem(path, *fault, "Write a resource's name"))
+            yield Problem(path, *fault, "Write a resource's name")
         elif isinstance(name, str) and "/" not in name:
             why = "a device's resource has the prefix of its plug-in"
             remedy = f"Write it such as {RDMA_PREFIX}hca_shared_devices_a"
-            problems.append(Problem(path, f"{name!r} is no device", why, remedy))
-    return at_most(problems)
+            yield Problem(path, f"{name!r} is no device", why, remedy)
 
 
 def merge_defaults(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

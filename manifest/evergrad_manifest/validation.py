@@ -172,10 +172,19 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
         )
         return
 
-    # Report fields of the recipe whose meaning differs, not only their spelling.
-    further = ", with training.initFrom for the weights" if has == "training" else ""
+    yield from _find_recipe_changes(before, run, has)
+    if has == "training":
+        yield from _find_shorter_horizon(before, run)
+    yield from _find_fixed_changes(before, run)
+
+
+def _find_recipe_changes(
+    before: TrainingRun, run: TrainingRun, kind: str
+) -> Iterator[Problem]:
+    """Yield fields of the recipe whose meaning differs, not only their spelling. ``kind``: its section."""
+    further = ", with training.initFrom for the weights" if kind == "training" else ""
     for path, was, now in changed_fields(
-        recipe_of(before), recipe_of(run), where=f"spec.{has}"
+        recipe_of(before), recipe_of(run), where=f"spec.{kind}"
     ):
         if path.startswith(HORIZON):
             continue
@@ -185,16 +194,21 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
             path, f"{show_value(now)} cannot replace {show_value(was)}", why, remedy
         )
 
+
+def _find_shorter_horizon(before: TrainingRun, run: TrainingRun) -> Iterator[Problem]:
     # A longer horizon is the same run. The length of a horizon in epochs depends on the data, so the trainer
     # compares it.
-    if has == "training":
-        olds, news = (steps_without_data(one.training) for one in (before, run))
-        if olds is not None and news is not None and news < olds:
-            what = f"{news} steps are fewer than the {olds} of this run"
-            remedy = f"Use at least {olds} steps; to end it earlier use spec.training.stop.afterStep"
-            yield Problem(HORIZON, what, "a run can be extended, not shortened", remedy)
+    olds, news = (steps_without_data(one.training) for one in (before, run))
+    if olds is not None and news is not None and news < olds:
+        what = f"{news} steps are fewer than the {olds} of this run"
+        remedy = (
+            f"Use at least {olds} steps; to end it earlier use spec.training.stop.afterStep"
+        )
+        yield Problem(HORIZON, what, "a run can be extended, not shortened", remedy)
 
-    # Check fields outside of the recipe that belong to the run's state and pods.
+
+def _find_fixed_changes(before: TrainingRun, run: TrainingRun) -> Iterator[Problem]:
+    """Yield fields outside of the recipe that belong to the run's state and pods."""
     specs = [without_nulls(to_wire(one), TrainingRun)["spec"] for one in (before, run)]
     for key, why in FIXED.items():
         pair = [{key: spec[key]} if key in spec else {} for spec in specs]

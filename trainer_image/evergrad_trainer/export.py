@@ -283,14 +283,7 @@ def _write_model(
             "a %s model is converted as a whole when it is saved: all its weights are held in memory",
             plan.name,
         )
-        whole = build_model(plan, seed=0, precision="fp32", with_weights=False)
-        # In place, with torch's method, because the override in transformers is not typed.
-        torch.nn.Module.to(whole, model.dtype)
-        with torch.no_grad():
-            for name, tensor in module_tensors(whole).items():
-                tensor.copy_(found.read(name, tensor.dtype))
-        _set_ids(whole, plan, ids)
-        _save_whole(whole, directory)
+        _write_whole(found, directory, plan=plan, ids=ids, dtype=model.dtype)
         return
 
     # Write the same files as save_pretrained, which would need the whole model in memory.
@@ -312,6 +305,20 @@ def _write_model(
         num_parameters=model.num_parameters(),
         max_file_bytes=_MAX_FILE_BYTES,
     )
+
+
+def _write_whole(
+    found: _Weights, directory: Path, *, plan: ModelPlan, ids: TextIds, dtype: torch.dtype
+) -> None:
+    """Load the whole model as ``dtype``, and let transformers convert and write it."""
+    whole = build_model(plan, seed=0, precision="fp32", with_weights=False)
+    # In place, with torch's method, because the override in transformers is not typed.
+    torch.nn.Module.to(whole, dtype)
+    with torch.no_grad():
+        for name, tensor in module_tensors(whole).items():
+            tensor.copy_(found.read(name, tensor.dtype))
+    _set_ids(whole, plan, ids)
+    _save_whole(whole, directory)
 
 
 def _write_merged(

@@ -112,31 +112,7 @@ class RunFiles:
 
     def look(self, now: float) -> dict[str, Any]:
         """Read new lines of the files, and return the status as of Unix time ``now``."""
-        # Read events first: they contain the start of the run, to which all other times are relative.
-        for row in self._events.read():
-            self._beginnings.note(row.get("type"), row.get("generation"), row.get("time"))
-            self._note_event(row)
-        for row in self._metrics.read():
-            step = row.get("step")
-            if not isinstance(step, int) or not _is_in_time(row, self._steps_in_time):
-                continue
-            self._last = row
-            values = {name: row.get(name) for name in SHOWN}
-            values |= dict(row.get("metrics") or {})
-            if (per_second := self._add_tokens(row)) is not None:
-                self._per_second = values["tokens_per_second"] = per_second
-            self.history.steps.add(step, _numbers(values))
-            self._note_size(row)
-        # Limit the number of sets, because the history keeps a track of each set in memory.
-        for row in self._evaluations.read():
-            if not _is_in_time(row, self._evaluations_in_time):
-                continue
-            name, step = str(row.get("name")), row.get("step")
-            tracks = self.history.evaluations
-            if isinstance(step, int) and (name in tracks or len(tracks) < MOST_SETS):
-                values = {"loss": row.get("loss"), **(row.get("metrics") or {})}
-                tracks.setdefault(name, Track()).add(step, _numbers(values))
-
+        self._read_new_lines()
         last, per_second = self._last, self._per_second
         start = self._newest.get("start", {})
         total, step = start.get("total_steps"), last.get("step")
@@ -167,6 +143,33 @@ class RunFiles:
             "lastFailure": None,
             "updatedSecondsAgo": age,
         }
+
+    def _read_new_lines(self) -> None:
+        """Add the new lines of the files to the history."""
+        # Read events first: they contain the start of the run, to which all other times are relative.
+        for row in self._events.read():
+            self._beginnings.note(row.get("type"), row.get("generation"), row.get("time"))
+            self._note_event(row)
+        for row in self._metrics.read():
+            step = row.get("step")
+            if not isinstance(step, int) or not _is_in_time(row, self._steps_in_time):
+                continue
+            self._last = row
+            values = {name: row.get(name) for name in SHOWN}
+            values |= dict(row.get("metrics") or {})
+            if (per_second := self._add_tokens(row)) is not None:
+                self._per_second = values["tokens_per_second"] = per_second
+            self.history.steps.add(step, _numbers(values))
+            self._note_size(row)
+        # Limit the number of sets, because the history keeps a track of each set in memory.
+        for row in self._evaluations.read():
+            if not _is_in_time(row, self._evaluations_in_time):
+                continue
+            name, step = str(row.get("name")), row.get("step")
+            tracks = self.history.evaluations
+            if isinstance(step, int) and (name in tracks or len(tracks) < MOST_SETS):
+                values = {"loss": row.get("loss"), **(row.get("metrics") or {})}
+                tracks.setdefault(name, Track()).add(step, _numbers(values))
 
     def _add_tokens(self, row: Mapping[str, Any]) -> float | None:
         """Return the throughput at the end of a step; None if the row lacks one of the required numbers."""

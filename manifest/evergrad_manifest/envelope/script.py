@@ -126,30 +126,37 @@ def _launcher_in(command: Sequence[str]) -> tuple[int, str] | None:
 
 
 def _check_program(program: Program) -> Iterator[Problem]:
+    if program.kind == "module":
+        yield from _check_module(program)
+    else:
+        yield from _check_file(program)
+
+
+def _check_module(program: Program) -> Iterator[Problem]:
     # Check only the spelling of a module's name: the available packages depend on the interpreter that will
     # run it.
-    if program.kind == "module":
-        if not program.name:
-            yield Problem(
-                _COMMAND,
-                "names no module",
-                f"one must follow {MODULE}",
-                f"Write it as [{MODULE}, package.module]",
-            )
-        elif _MODULE_NAME.fullmatch(program.name) is None:
-            remedy = (
-                "Remove -m to run a file"
-                if program.name.endswith(".py") or "/" in program.name
-                else "Write it as in an import"
-            )
-            yield Problem(
-                f"{_COMMAND}[1]",
-                f"{show(program.name)} is not a module's name",
-                "it is words with dots between them",
-                remedy,
-            )
-        return
+    if not program.name:
+        yield Problem(
+            _COMMAND,
+            "names no module",
+            f"one must follow {MODULE}",
+            f"Write it as [{MODULE}, package.module]",
+        )
+    elif _MODULE_NAME.fullmatch(program.name) is None:
+        remedy = (
+            "Remove -m to run a file"
+            if program.name.endswith(".py") or "/" in program.name
+            else "Write it as in an import"
+        )
+        yield Problem(
+            f"{_COMMAND}[1]",
+            f"{show(program.name)} is not a module's name",
+            "it is words with dots between them",
+            remedy,
+        )
 
+
+def _check_file(program: Program) -> Iterator[Problem]:
     # `["train.py --epochs 3"]`, a shell's line in one item, is the most common mistake. The path of an
     # executable may contain spaces, so a slash makes the item valid, unless its first word is a Python file.
     words = program.name.split()

@@ -66,7 +66,12 @@ def check_storage(view: View) -> Iterator[Problem]:
     """Check that the run uses either a new volume or an existing one."""
     if view.get(_STORAGE) is UNKNOWN:
         return
+    yield from _check_contradictions(view)
+    # Check single values even after a contradiction: these mistakes would remain when the user corrects it.
+    yield from _check_values(view)
 
+
+def _check_contradictions(view: View) -> Iterator[Problem]:
     # Fields of a new volume contradict an existing one. Show only the first contradiction, because one
     # mistake can cause several.
     size, claim = view.is_given(f"{_STORAGE}.size"), view.is_given(f"{_STORAGE}.claimName")
@@ -92,7 +97,8 @@ def check_storage(view: View) -> Iterator[Problem]:
             "Add `size: 20Gi`, or name an existing claim by claimName",
         )
 
-    # Check single values even after a contradiction: these mistakes would remain when the user corrects it.
+
+def _check_values(view: View) -> Iterator[Problem]:
     quantity = view.get(f"{_STORAGE}.size")
     if isinstance(quantity, str) and quantity_value(quantity) < SMALLEST_SIZE:
         why = f"it means {float(quantity_value(quantity)):g} bytes"

@@ -291,23 +291,7 @@ class _Construction:
                 merges.append(value_node)
                 continue
 
-            # A key such as `on:` or `1:` would not be a text, as the user intends.
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != f"{_TAG}str":
-                is_scalar = isinstance(key_node, yaml.ScalarNode)
-                shown = key_node.value if is_scalar else "a list or mapping"
-                kind = _KINDS.get(key_node.tag.removeprefix(_TAG), "something else")
-                remedy = (
-                    f'Put it in quotes: "{shown}"'
-                    if is_scalar
-                    else "Write a text before the colon"
-                )
-                what, why = (
-                    f"the key {show(shown)} is not a text",
-                    f"YAML reads it as {kind}",
-                )
-                self._refuse(path, key_node, what, why=why, remedy=remedy)
-                continue
-            key = self._text(key_node, path)
+            key = self._key(key_node, path)
             if key is None:
                 continue
             here = (*path, key)
@@ -332,6 +316,26 @@ class _Construction:
         for merged in self._merged(merges, path):
             result = {**merged, **result}
         return result
+
+    def _key(self, key_node: yaml.Node, path: FieldPath) -> str | None:
+        """Return the key, or None after a report of its problem."""
+        # A key such as `on:` or `1:` would not be a text, as the user intends.
+        if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != f"{_TAG}str":
+            is_scalar = isinstance(key_node, yaml.ScalarNode)
+            shown = key_node.value if is_scalar else "a list or mapping"
+            kind = _KINDS.get(key_node.tag.removeprefix(_TAG), "something else")
+            remedy = (
+                f'Put it in quotes: "{shown}"'
+                if is_scalar
+                else "Write a text before the colon"
+            )
+            what, why = (
+                f"the key {show(shown)} is not a text",
+                f"YAML reads it as {kind}",
+            )
+            self._refuse(path, key_node, what, why=why, remedy=remedy)
+            return None
+        return self._text(key_node, path)
 
     def _merged(self, nodes: list[yaml.Node], path: FieldPath) -> Iterator[dict[str, Any]]:
         """Yield the mappings of ``<<``. Earlier mappings take precedence, and keys next to ``<<`` over all of

@@ -1,14 +1,15 @@
 """Sections that observe a run and do not change its result: printed lines, trackers, profiles and
 monitors."""
 
-from collections.abc import Iterator
-from typing import Annotated, Final, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.model.base import LocalPath, Section
 from evergrad_manifest.model.fields import fields_of, format_path
+from evergrad_manifest.model.raw import FieldPath
 from evergrad_manifest.model.spelling import nearest
 from evergrad_manifest.model.view import UNKNOWN, View
 from evergrad_manifest.training.common import RECIPES, TRAINING, Every
@@ -206,27 +207,7 @@ def check_monitors(view: View) -> Iterator[Problem]:
         type_, metric = monitor["type"], monitor["metric"]
         if type_ is UNKNOWN:
             continue
-        of_others = {key for keys in _KEYS_OF.values() for key in keys} - set(
-            _KEYS_OF[type_]
-        )
-        for key in sorted(of_others):
-            default = fields_of(Monitor)[key].default
-            if view.raw(*path, key) not in (None, default):
-                where = format_path((*path, key))
-                meant = [name for name, keys in _KEYS_OF.items() if key in keys]
-                remedy = f"Remove it, or set type: {meant[0]}"
-                yield Problem(where, f"has no meaning with type {type_}", "", remedy)
-        if type_ == "plateau" and view.raw(*path, "patience") is None:
-            where = format_path((*path, "patience"))
-            why = "without it no number of looks would be too many"
-            yield Problem(where, "missing; it has no default", why, "Add it, such as 5")
-        if monitor["limit"] is not None:
-            for key in ("ratio", "of"):
-                if monitor[key] not in (None, UNKNOWN):
-                    why = "the limit is a value, and compared with none"
-                    where = format_path((*path, key))
-                    yield Problem(where, "has no meaning beside limit", why, "Remove it")
-
+        yield from _check_keys(view, path, monitor)
         # The checkpoint identifies the state of a monitor by type and metric.
         if metric is not UNKNOWN:
             if (type_, metric) in seen:
@@ -236,19 +217,52 @@ def check_monitors(view: View) -> Iterator[Problem]:
                 )
             seen.add((type_, metric))
             yield from _check_metric(view, format_path((*path, "metric")), metric)
-        other, where = monitor["of"], format_path((*path, "of"))
-        if other in (None, UNKNOWN):
-            continue
-        if metric is not UNKNOWN and metric.rpartition("/")[0] != other.rpartition("/")[0]:
-            # The monitor compares the two metrics at the same time, and they would never be measured
-            # together.
-            what = f"{other!r} and {metric!r} are never known together"
-            why = "one is of each step, the other of an evaluation set"
-            if "/" in metric and "/" in other:
-                why = "they are of two evaluation sets"
-            yield Problem(where, what, why, "Compare two of one set, or two of each step")
-        else:
-            yield from _check_metric(view, where, other)
+        yield from _check_comparison(view, path, monitor)
+
+
+def _check_keys(
+    view: View, path: FieldPath, monitor: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """Check that a monitor has the keys of its type, and no others."""
+    type_ = monitor["type"]
+    of_others = {key for keys in _KEYS_OF.values() for key in keys} - set(_KEYS_OF[type_])
+    for key in sorted(of_others):
+        default = fields_of(Monitor)[key].default
+        if view.raw(*path, key) not in (None, default):
+            where = format_path((*path, key))
+            meant = [name for name, keys in _KEYS_OF.items() if key in keys]
+            remedy = f"Remove it, or set type: {meant[0]}"
+            yield Problem(where, f"has no meaning with type {type_}", "", remedy)
+    if type_ == "plateau" and view.raw(*path, "patience") is None:
+        where = format_path((*path, "patience"))
+        why = "without it no number of looks would be too many"
+        yield Problem(where, "missing; it has no default", why, "Add it, such as 5")
+    if monitor["limit"] is not None:
+        for key in ("ratio", "of"):
+            if monitor[key] not in (None, UNKNOWN):
+                why = "the limit is a value, and compared with none"
+                where = format_path((*path, key))
+                yield Problem(where, "has no meaning beside limit", why, "Remove it")
+
+
+def _check_comparison(
+    view: View, path: FieldPath, monitor: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """Check that the monitor's two metrics are known at the same time."""
+    metric = monitor["metric"]
+    other, where = monitor["of"], format_path((*path, "of"))
+    if other in (None, UNKNOWN):
+        return
+    if metric is not UNKNOWN and metric.rpartition("/")[0] != other.rpartition("/")[0]:
+        # The monitor compares the two metrics at the same time, and they would never be measured
+        # together.
+        what = f"{other!r} and {metric!r} are never known together"
+        why = "one is of each step, the other of an evaluation set"
+        if "/" in metric and "/" in other:
+            why = "they are of two evaluation sets"
+        yield Problem(where, what, why, "Compare two of one set, or two of each step")
+    else:
+        yield from _check_metric(view, where, other)
 
 
 def check_early_stop(view: View) -> Iterator[Problem]:

@@ -126,9 +126,9 @@ async def main():
         hear=lambda worker, record: worker.kill(),
         end=lambda worker, exit_code: ended.set_result(exit_code),
     )
-    processes = WorkerProcesses(SimpleNamespace(), TaskWatch(fail), worker_group=lambda: group)
+    processes = WorkerProcesses(SimpleNamespace(), TaskWatch(fail))
     worker = start_worker(work, WorkerOrder(0, 1, "fork", "nothing", "0.0"), variables={})
-    processes.watch(worker)
+    processes.watch(worker, group)
     print(await asyncio.wait_for(ended, 60))
 
 asyncio.run(main())

@@ -3,7 +3,7 @@
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,11 @@ from evergrad_common.text import size
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.base.errors import CheckpointError, RunDirectoryError
 from evergrad_trainer.checkpoint.layout import BEST
-from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError, UnknownFormatError
+from evergrad_trainer.checkpoint.manifest import (
+    Candidate,
+    InvalidCheckpointError,
+    UnknownFormatError,
+)
 from evergrad_trainer.checkpoint.retention import choose_best
 from evergrad_trainer.checkpoint.store import CheckpointStore, open_store, suggest_steps
 
@@ -121,37 +125,44 @@ def _list(args: argparse.Namespace) -> int:
     best = choose_best(found, catalog.read_pointer(BEST))
     # A resume would use the newest readable checkpoint.
     latest = next((candidate.name for candidate in found if candidate.manifest), None)
-    rows = []
-    for candidate in found:
-        manifest = candidate.manifest
-        row = CheckpointRow(
-            checkpoint=candidate.name,
-            step=candidate.version.step,
-            generation=candidate.version.generation,
-            world_size=manifest.world_size if manifest else None,
-            bytes=manifest.bytes if manifest else None,
-            finished=manifest.finished if manifest else None,
-            is_best=candidate.name == best,
-            is_latest=candidate.name == latest,
-            is_permanent=manifest is not None and manifest.is_permanent,
-            tokens=manifest.extra.get("tokens") if manifest else None,
-            reason=candidate.reason,
-        )
-        rows.append(row)
-
+    rows = [_build_row(candidate, best=best, latest=latest) for candidate in found]
     # Show checkpoints that were set aside too, because they still use disk space.
     set_aside = catalog.set_aside()
     if args.json:
         document = {"checkpoints": [asdict(row) for row in rows], "quarantine": set_aside}
         print(json.dumps(document, indent=1))
         return ExitCode.DONE
+    _print_rows(rows)
+    for name in set_aside:
+        print(f"set aside as damaged: {name}")
+    return ExitCode.DONE
+
+
+def _build_row(
+    candidate: Candidate, *, best: str | None, latest: str | None
+) -> CheckpointRow:
+    manifest = candidate.manifest
+    return CheckpointRow(
+        checkpoint=candidate.name,
+        step=candidate.version.step,
+        generation=candidate.version.generation,
+        world_size=manifest.world_size if manifest else None,
+        bytes=manifest.bytes if manifest else None,
+        finished=manifest.finished if manifest else None,
+        is_best=candidate.name == best,
+        is_latest=candidate.name == latest,
+        is_permanent=manifest is not None and manifest.is_permanent,
+        tokens=manifest.extra.get("tokens") if manifest else None,
+        reason=candidate.reason,
+    )
+
+
+def _print_rows(rows: Sequence[CheckpointRow]) -> None:
     if not rows:
         print("no checkpoints")
-    else:
-        columns = (
-            f"{'STEP':>9} {'GENERATION':>10} {'WORLD':>5} {'SIZE':>10}  {'FINISHED':<20}"
-        )
-        print(f"{'CHECKPOINT':<20} {columns} MARKS")
+        return
+    columns = f"{'STEP':>9} {'GENERATION':>10} {'WORLD':>5} {'SIZE':>10}  {'FINISHED':<20}"
+    print(f"{'CHECKPOINT':<20} {columns} MARKS")
     for row in rows:
         # Without its manifest, only the name and the reason are known.
         if row.bytes is None or row.finished is None:
@@ -168,9 +179,6 @@ def _list(args: argparse.Namespace) -> int:
             f"{row.step:>9} {row.generation:>10} {row.world_size:>5} {size(row.bytes):>10}"
         )
         print(f"{row.checkpoint:<20} {facts}  {finished:<20} {marks}".rstrip())
-    for name in set_aside:
-        print(f"set aside as damaged: {name}")
-    return ExitCode.DONE
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from evergrad_common.contract import ExitCode
 from evergrad_manifest.errors import InputError, Problem
 
 if TYPE_CHECKING:
+    from evergrad_trainer.checkpoint.compare import StateComparison
     from evergrad_trainer.observers.history import History
     from evergrad_trainer.report.compare import Comparison, Rules, StepDifference
 
@@ -97,21 +98,25 @@ def execute(args: argparse.Namespace) -> int:
     else:
         lines = [*_as_text((args.a, args.b), rules, comparison)]
         if state is not None:
-            # Show either the amount of equal state, or the first difference.
-            tensors = _number(state.num_tensors, "tensor")
-            after = f"The states after step {state.step:,}"
-            if state.is_equal:
-                lines.append(f"{after} are equal bit by bit: {tensors}.")
-            else:
-                lines.append(f"{after} differ in {len(state.differences):,} of {tensors}:")
-            for one in state.differences[:_MOST_SHOWN]:
-                size = "" if one.largest is None else f", by at most {one.largest:.3g}"
-                lines.append(f"differs  {one.name}: {one.what}{size}")
-            if len(state.differences) > _MOST_SHOWN:
-                lines.append(f"         and {len(state.differences) - _MOST_SHOWN:,} more")
+            lines += _describe_state(state)
         print("\n".join(lines))
     is_equal = comparison.is_equal and (state is None or state.is_equal)
     return int(ExitCode.DONE) if is_equal else DIFFERENT
+
+
+def _describe_state(state: "StateComparison") -> list[str]:
+    """Return lines with either the amount of equal state, or the first differences."""
+    tensors = _number(state.num_tensors, "tensor")
+    after = f"The states after step {state.step:,}"
+    if state.is_equal:
+        return [f"{after} are equal bit by bit: {tensors}."]
+    lines = [f"{after} differ in {len(state.differences):,} of {tensors}:"]
+    for one in state.differences[:_MOST_SHOWN]:
+        size = "" if one.largest is None else f", by at most {one.largest:.3g}"
+        lines.append(f"differs  {one.name}: {one.what}{size}")
+    if len(state.differences) > _MOST_SHOWN:
+        lines.append(f"         and {len(state.differences) - _MOST_SHOWN:,} more")
+    return lines
 
 
 def _rules(tolerance: float, steps: str | None, *, exact: bool) -> "Rules":

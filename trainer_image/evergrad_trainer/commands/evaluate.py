@@ -19,6 +19,8 @@ from evergrad_trainer.commands.pod import last_words, try_patiently
 from evergrad_trainer.run.directory import RunDirectory, dumps_strict, reported
 
 if TYPE_CHECKING:
+    from evergrad_trainer.checkpoint.manifest import Candidate
+    from evergrad_trainer.evaluation.comparison import Compared
     from evergrad_trainer.evaluation.measurement import CheckpointEvaluator, Measured
     from evergrad_trainer.evaluation.setup import RecordedRun
     from evergrad_trainer.worker.signals import StopSignals
@@ -100,7 +102,7 @@ def execute(args: argparse.Namespace) -> int:
     Raises InputError, RunDirectoryError, CheckpointError and ConfigurationError.
     """
     from evergrad_trainer.evaluation.choice import choose_checkpoint
-    from evergrad_trainer.evaluation.comparison import Compared, compare_with_run
+    from evergrad_trainer.evaluation.comparison import compare_with_run
     from evergrad_trainer.evaluation.measurement import CutError, held
     from evergrad_trainer.evaluation.setup import read_recorded
     from evergrad_trainer.worker.signals import StopSignals
@@ -109,7 +111,7 @@ def execute(args: argparse.Namespace) -> int:
         with last_words(args.termination_log):
             return try_patiently(functools.partial(_execute_in_pod, args))
     _check_arguments(args)
-    recorded, compared = read_recorded(args.run), list[Compared]()
+    recorded, compared = read_recorded(args.run), list["Compared"]()
     store, signals = open_store(args.run / RunFile.CHECKPOINTS), StopSignals()
     with contextlib.ExitStack() as stack:
         candidate = None
@@ -136,20 +138,28 @@ def execute(args: argparse.Namespace) -> int:
         rows = [one.values for one in measured]
         compared = compare_with_run(recorded.directory, rows, tolerance=args.tolerance)
     if args.json:
-        document = {
-            "checkpoint": candidate.name,
-            "step": candidate.version.step,
-            "results": [_row(one) for one in measured],
-        }
-        document |= (
-            {"comparison": [one.__dict__ for one in compared]} if args.compare else {}
-        )
-        print(dumps_strict(document, indent=1))
+        _print_document(candidate, measured, compared if args.compare else None)
     else:
         _print_table(measured)
         for one in compared:
             print(f"{one.name}: {one.verdict}")
     return int(ExitCode.DONE) if all(one.is_equal for one in compared) else DIFFERENT
+
+
+def _print_document(
+    candidate: "Candidate",
+    measured: Sequence["Measured"],
+    compared: Sequence["Compared"] | None,
+) -> None:
+    """Print the results as JSON. ``compared``: None if nothing was compared."""
+    document = {
+        "checkpoint": candidate.name,
+        "step": candidate.version.step,
+        "results": [_row(one) for one in measured],
+    }
+    if compared is not None:
+        document["comparison"] = [one.__dict__ for one in compared]
+    print(dumps_strict(document, indent=1))
 
 
 def _check_arguments(args: argparse.Namespace) -> None:

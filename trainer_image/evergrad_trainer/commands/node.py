@@ -13,6 +13,7 @@ from evergrad_common.addresses import split_address
 from evergrad_common.contract import ExitCode
 from evergrad_common.secret import read_token
 from evergrad_coordinator.edge.stacks import register_stacks
+from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.reading.loader import LoadedManifest, load_from
 from evergrad_trainer.base.errors import HostError
@@ -150,16 +151,7 @@ def _prepare(request: NodeRequest) -> Callable[[], int]:
 
     # This process forks its workers, so it must not use an accelerator before the fork.
     machine, num_workers = machine_and_workers(request.num_workers, run, forks_above=0)
-    # A pod with accelerators in its resources must not train on its CPU. On a laptop with the same file, the
-    # resources do not apply.
-    asked = [
-        one for one in run.spec.resources.limits if one.startswith(_ACCELERATOR_PREFIXES)
-    ]
-    wants_cpu = run.spec.training is not None and run.spec.training.runtime.device == "cpu"
-    has_none = machine.num_accelerators <= 0 and "KUBERNETES_SERVICE_HOST" in os.environ
-    if asked and not wants_cpu and has_none:
-        what = f"no accelerator is visible; spec.resources.limits asks for {asked[0]}"
-        raise HostError(f"{what}. Check the driver of this host.")
+    _check_accelerator(run, machine)
 
     # Imports create objects that are never freed. Garbage collection would take a tenth of the start-up time.
     gc.disable()
@@ -181,22 +173,22 @@ def _prepare(request: NodeRequest) -> Callable[[], int]:
     if run.spec.script is None:
         return _prepare_typed(request, run_state, machine, num_workers)
 
-    # A script has its own data and model, so there is no session plan.
-    from evergrad_trainer.commands.script_runs import prepare_script
-    from evergrad_trainer.node.script_node import run_script_node, with_grace_of
+    return _prepare_script(request, num_workers)
 
-    script = run.script
-    own = settings if request.has_grace else with_grace_of(script, settings)
-    return prepare_script(
-        loaded,
-        directory,
-        lambda: run_script_node(
-            script,
-            loaded.base_directory,
-            own,
-            num_workers=num_workers,
-        ),
-    )
+
+def _check_accelerator(run: TrainingRun, machine: Machine) -> None:
+    """Raise HostError if this pod has accelerators in its resources, and none is visible.
+
+    Such a pod must not train on its CPU. On a laptop with the same file, the resources do not apply.
+    """
+    asked = [
+        one for one in run.spec.resources.limits if one.startswith(_ACCELERATOR_PREFIXES)
+    ]
+    wants_cpu = run.spec.training is not None and run.spec.training.runtime.device == "cpu"
+    has_none = machine.num_accelerators <= 0 and "KUBERNETES_SERVICE_HOST" in os.environ
+    if asked and not wants_cpu and has_none:
+        what = f"no accelerator is visible; spec.resources.limits asks for {asked[0]}"
+        raise HostError(f"{what}. Check the driver of this host.")
 
 
 def _prepare_typed(
@@ -226,6 +218,26 @@ def _prepare_typed(
         request.start_method, num_accelerators=machine.num_accelerators
     )
     return lambda: run_node(plan, settings, num_workers=num_workers, start_method=method)
+
+
+def _prepare_script(request: NodeRequest, num_workers: int) -> Callable[[], int]:
+    from evergrad_trainer.commands.script_runs import prepare_script
+    from evergrad_trainer.node.script_node import run_script_node, with_grace_of
+
+    # A script has its own data and model, so there is no session plan.
+    loaded, settings = request.loaded, request.settings
+    script = loaded.run.script
+    own = settings if request.has_grace else with_grace_of(script, settings)
+    return prepare_script(
+        loaded,
+        request.directory,
+        lambda: run_script_node(
+            script,
+            loaded.base_directory,
+            own,
+            num_workers=num_workers,
+        ),
+    )
 
 
 def _settings(args: argparse.Namespace) -> "NodeSettings":

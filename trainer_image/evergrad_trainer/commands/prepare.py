@@ -203,15 +203,7 @@ def _execute(args: argparse.Namespace, on_progress: OnProgress | None) -> int:
                 loaded, opened, base_directory, number=args.show_samples
             )
     if args.json:
-        document = {
-            "preparedDirectory": str(directory),
-            "tokenizer": prepared.tokenizer_identity,
-            "vocabSize": prepared.vocab_size,
-            "sources": [_source_summary(source) for source in prepared.sources],
-            "evaluation": [_source_summary(source) for source in prepared.evaluation],
-            **({"firstStep": samples} if samples else {}),
-        }
-        print(json.dumps(document, indent=2))
+        _print_document(prepared, directory, samples)
     else:
         for line in describe_prepared(prepared):
             print(line)
@@ -221,6 +213,20 @@ def _execute(args: argparse.Namespace, on_progress: OnProgress | None) -> int:
             texts = (json.dumps(text, ensure_ascii=False) for text in one["texts"])
             print("", one["sample"], *texts, sep="\n")
     return int(ExitCode.DONE)
+
+
+def _print_document(
+    prepared: Prepared, directory: Path, samples: list[dict[str, Any]]
+) -> None:
+    document = {
+        "preparedDirectory": str(directory),
+        "tokenizer": prepared.tokenizer_identity,
+        "vocabSize": prepared.vocab_size,
+        "sources": [_source_summary(source) for source in prepared.sources],
+        "evaluation": [_source_summary(source) for source in prepared.evaluation],
+        **({"firstStep": samples} if samples else {}),
+    }
+    print(json.dumps(document, indent=2))
 
 
 def _show_samples(
@@ -289,30 +295,35 @@ def prepare_with_progress(
             on_progress=show,
             begun_with=begun_with,
         )
+    # Report these at every start, because the skipped lines are missing from the run.
     for source in (*prepared.sources, *prepared.evaluation):
-        # Report this at every start, because the skipped lines are missing from the run.
-        if source.malformed:
-            skipped = (
-                f"{source.unit} was skipped"
-                if source.malformed == 1
-                else f"{source.unit}s were skipped"
-            )
-            # Empty lines are skipped too, but contain no data.
-            harmful = {
-                reason: number
-                for reason, number in source.skipped.items()
-                if reason not in HARMLESS
-            }
-            what = f"{count(source.malformed)} malformed {skipped} ({_reasons(harmful)})"
-            print(f"warning: {source.path}: {what}", file=shown)
-        lost: dict[str, int] = {
-            reason: source.skipped[reason]
-            for reason in (SkipReason.LEFT_OUT, *sorted(KEPT))
-            if source.skipped.get(reason)
-        }
-        if lost:
-            print(f"warning: {source.path}: rows {_reasons(lost)}", file=shown)
+        _warn_of_skipped(source, shown)
     return prepared
+
+
+def _warn_of_skipped(source: PreparedSource, shown: TextIO) -> None:
+    """Print the lines of a source that were skipped as malformed, and the rows that were left out or cut."""
+    if source.malformed:
+        skipped = (
+            f"{source.unit} was skipped"
+            if source.malformed == 1
+            else f"{source.unit}s were skipped"
+        )
+        # Empty lines are skipped too, but contain no data.
+        harmful = {
+            reason: number
+            for reason, number in source.skipped.items()
+            if reason not in HARMLESS
+        }
+        what = f"{count(source.malformed)} malformed {skipped} ({_reasons(harmful)})"
+        print(f"warning: {source.path}: {what}", file=shown)
+    lost: dict[str, int] = {
+        reason: source.skipped[reason]
+        for reason in (SkipReason.LEFT_OUT, *sorted(KEPT))
+        if source.skipped.get(reason)
+    }
+    if lost:
+        print(f"warning: {source.path}: rows {_reasons(lost)}", file=shown)
 
 
 def describe_prepared(prepared: Prepared) -> list[str]:

@@ -14,7 +14,11 @@ from evergrad_common.contract import ExitCode
 from evergrad_coordinator.edge.stacks import register_stacks
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.reading.loader import LoadedManifest, load_from
-from evergrad_trainer.base.machine import has_accelerator_driver, usable_memory_bytes
+from evergrad_trainer.base.machine import (
+    Machine,
+    has_accelerator_driver,
+    usable_memory_bytes,
+)
 from evergrad_trainer.checkpoint.cached_files import HeldFiles
 from evergrad_trainer.checkpoint.read_ahead import read_ahead
 from evergrad_trainer.commands.pod import sigterm_interrupts
@@ -71,6 +75,19 @@ class RunRequest:
     """Whether data that are not prepared are refused instead of prepared now."""
     takes_over: bool = False
     """Whether to end a process of this machine that trains this run, instead of refusing to start."""
+
+
+@dataclass(frozen=True)
+class WorkerPlacement:
+    """Where the workers of a typed run on this machine run."""
+
+    machine: Machine
+    num_workers: int
+    """Number of training processes per node."""
+    is_launched: bool
+    """Whether torchrun has started this process as one of several."""
+    is_in_this_process: bool
+    """Whether this process trains itself, instead of starting nodes with workers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -169,53 +186,32 @@ def _is_rank_0() -> bool:
 
 def _train(request: RunRequest, directory: RunDirectory, run_state: RunState) -> int:
     """Plan a typed run that is not complete, and train it in this process or on nodes of this machine."""
-    run = request.loaded.run
-    ahead: HeldFiles | None = None
     # Measure the memory before the read-ahead, whose buffers preflight would otherwise count as used memory.
     memory_bytes = usable_memory_bytes()
+    ahead: HeldFiles | None = None
     if _restores_here(request):
         # Read the checkpoint from the disk while this process imports torch.
         ahead = read_ahead(directory.checkpoints, memory_bytes=memory_bytes)
+
     # Imports create objects that are never freed. Garbage collection would take a tenth of the start-up time.
     gc.disable()
+    placement = _place_workers(request, memory_bytes)
     # Import heavy modules only for a run that will train, and before workers are forked, so that the workers
     # inherit the loaded modules.
-    from evergrad_trainer.distributed.process_groups import read_launch
-
-    # torchrun may have started this process as one of several.
-    is_launched = read_launch().world_size > 1
-    forks_above = None if is_launched else 1 if request.num_nodes is None else 0
-    machine, num_workers = machine_and_workers(
-        request.num_workers, run, forks_above=forks_above
-    )
-    machine = dataclasses.replace(machine, memory_bytes=memory_bytes)
-    is_alone = request.num_nodes is None and (num_workers == 1 or is_launched)
-    delay_compiler(run, machine, forks=not is_alone)
     from evergrad_trainer.worker.run import run_session
 
-    num_nodes = request.num_nodes or 1
-    asked = PlanRequest(
-        request.loaded,
-        directory,
-        run_state,
-        machine,
-        num_workers * num_nodes,
-        world_sizes=world_sizes_of(run, num_workers=num_workers, num_nodes=num_nodes),
-        stop_after_steps=request.stop_after_steps,
-        ignores_preflight=request.ignores_preflight,
-        requires_prepared=request.requires_prepared,
-    )
     try:
         with sigterm_interrupts():
-            plan = plan_session(asked)
+            plan = plan_session(_plan_request(request, directory, run_state, placement))
     except KeyboardInterrupt:
         what = "there is nothing to save, and prepared data is kept"
         print(f"stopped before the first step: {what}", file=sys.stderr)
         return int(ExitCode.STOPPED_SAVED)
+
     # Own the directory only now, so that a command that is refused before its first step writes nothing.
     with own_run_directory(directory) if _is_rank_0() else contextlib.nullcontext():
-        if is_alone:
-            if not is_launched:
+        if placement.is_in_this_process:
+            if not placement.is_launched:
                 # Without a coordinator there is no live page; `evergrad open` builds the page from the files.
                 print(f"page: evergrad open {shlex.quote(str(directory.path))}", flush=True)
             return run_session(dataclasses.replace(plan, ahead=ahead))
@@ -226,9 +222,47 @@ def _train(request: RunRequest, directory: RunDirectory, run_state: RunState) ->
             plan,
             num_nodes=request.num_nodes,
             chaos_seed=request.chaos_seed,
-            num_workers=num_workers,
-            num_accelerators=machine.num_accelerators,
+            num_workers=placement.num_workers,
+            num_accelerators=placement.machine.num_accelerators,
         )
+
+
+def _place_workers(request: RunRequest, memory_bytes: int) -> WorkerPlacement:
+    """Decide where the workers run. Imports torch, without its compiler if no worker needs the compiler."""
+    from evergrad_trainer.distributed.process_groups import read_launch
+
+    run = request.loaded.run
+    is_launched = read_launch().world_size > 1
+    forks_above = None if is_launched else 1 if request.num_nodes is None else 0
+    machine, num_workers = machine_and_workers(
+        request.num_workers, run, forks_above=forks_above
+    )
+    is_alone = request.num_nodes is None and (num_workers == 1 or is_launched)
+    machine = dataclasses.replace(machine, memory_bytes=memory_bytes)
+    delay_compiler(run, machine, forks=not is_alone)
+    return WorkerPlacement(machine, num_workers, is_launched, is_alone)
+
+
+def _plan_request(
+    request: RunRequest,
+    directory: RunDirectory,
+    run_state: RunState,
+    placement: WorkerPlacement,
+) -> PlanRequest:
+    num_workers, num_nodes = placement.num_workers, request.num_nodes or 1
+    return PlanRequest(
+        request.loaded,
+        directory,
+        run_state,
+        placement.machine,
+        num_workers * num_nodes,
+        world_sizes=world_sizes_of(
+            request.loaded.run, num_workers=num_workers, num_nodes=num_nodes
+        ),
+        stop_after_steps=request.stop_after_steps,
+        ignores_preflight=request.ignores_preflight,
+        requires_prepared=request.requires_prepared,
+    )
 
 
 def _read_request(args: argparse.Namespace) -> RunRequest:

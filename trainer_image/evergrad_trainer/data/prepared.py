@@ -206,33 +206,7 @@ def open_published(directory: Path) -> PublishedSource | None:
             _damaged(directory, directory / INDEX, f"cannot be read ({error})")
         ) from error
     try:
-        index: dict[str, Any] = json.loads(text)
-        # Report data of another format like damaged data, because the remedy is the same: prepare again.
-        if index["format"] != FORMAT:
-            raise ValueError(f"format {index['format']}, not {FORMAT}")
-        dtype: Dtype = "uint16" if index["dtype"] == "uint16" else "uint32"
-        streams: dict[str, TokenSequence] = {}
-        for name, stream in index["streams"].items():
-            shards = tuple(
-                Shard(
-                    tokens_path(directory, name, number),
-                    0,
-                    int(tokens),
-                    documents_path(directory, name, number),
-                )
-                for number, tokens in stream["shards"]
-            )
-            streams[name] = TokenSequence(dtype, shards)
-        held_out = index["streams"].get(HELD_OUT)
-        published = PublishedSource(
-            directory=directory,
-            train=streams[TRAIN],
-            held_out=streams.get(HELD_OUT),
-            documents=int(index["documents"]),
-            held_out_documents=int(held_out["documents"]) if held_out else None,
-            skipped=dict(index["skipped"]),
-            repaired=int(index["repaired"]),
-        )
+        published = _parse_index(directory, text)
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             _damaged(directory, directory / INDEX, f"is not an index ({error})")
@@ -240,6 +214,37 @@ def open_published(directory: Path) -> PublishedSource | None:
     # The index was written last, so a file that is missing now was removed after publication.
     raise_if(sequence_problems(directory, published.train, published.held_out), DataError)
     return published
+
+
+def _parse_index(directory: Path, text: str) -> PublishedSource:
+    """Parse the index. Raises ValueError, KeyError or TypeError if it is not a valid index."""
+    index: dict[str, Any] = json.loads(text)
+    # Report data of another format like damaged data, because the remedy is the same: prepare again.
+    if index["format"] != FORMAT:
+        raise ValueError(f"format {index['format']}, not {FORMAT}")
+    dtype: Dtype = "uint16" if index["dtype"] == "uint16" else "uint32"
+    streams: dict[str, TokenSequence] = {}
+    for name, stream in index["streams"].items():
+        shards = tuple(
+            Shard(
+                tokens_path(directory, name, number),
+                0,
+                int(tokens),
+                documents_path(directory, name, number),
+            )
+            for number, tokens in stream["shards"]
+        )
+        streams[name] = TokenSequence(dtype, shards)
+    held_out = index["streams"].get(HELD_OUT)
+    return PublishedSource(
+        directory=directory,
+        train=streams[TRAIN],
+        held_out=streams.get(HELD_OUT),
+        documents=int(index["documents"]),
+        held_out_documents=int(held_out["documents"]) if held_out else None,
+        skipped=dict(index["skipped"]),
+        repaired=int(index["repaired"]),
+    )
 
 
 def tokens_path(directory: Path, stream: str, number: int) -> Path:

@@ -53,25 +53,7 @@ def choose_checkpoint(store: CheckpointStore, asked: str) -> Candidate:
         raise CheckpointError(
             Problem(where, "holds no checkpoint", "the run has not saved one yet", remedy)
         )
-
-    steps = sorted({candidate.version.step for candidate in found})
-    listed = ", ".join(map(str, steps[-_MOST_NAMED:]))
-    wanted = found
-    if asked == "best":
-        best = choose_best(found, store.catalog.read_pointer(BEST))
-        wanted = [candidate for candidate in found if candidate.name == best]
-        if not wanted:
-            why = "spec.training.checkpoint.best is not set, or nothing was evaluated yet"
-            remedy = f"Name a step; there are {listed}"
-            raise CheckpointError(Problem(where, "no checkpoint is the best", why, remedy))
-    elif asked != "last":
-        wanted = [candidate for candidate in found if candidate.version.step == int(asked)]
-        if not wanted:
-            why = "the run has not saved it, or retention has removed it"
-            remedy = f"Choose one of those that are there: {listed}"
-            raise CheckpointError(
-                Problem(where, f"holds no checkpoint of step {asked}", why, remedy)
-            )
+    wanted = _find_wanted(store, found, asked)
 
     # Choose the first checkpoint whose files are complete.
     problems = []
@@ -89,6 +71,33 @@ def choose_checkpoint(store: CheckpointStore, asked: str) -> Candidate:
             # Use the manifest just read: the list may lack it if the volume failed at that time.
             return Candidate(candidate.name, manifest.version, manifest)
     raise CheckpointError(*problems)
+
+
+def _find_wanted(
+    store: CheckpointStore, found: list[Candidate], asked: str
+) -> list[Candidate]:
+    """Return the checkpoints that ``asked`` names. Raises CheckpointError if there is none."""
+    where = store.reader.locate("").rstrip("/")
+    steps = sorted({candidate.version.step for candidate in found})
+    listed = ", ".join(map(str, steps[-_MOST_NAMED:]))
+    if asked == "last":
+        return found
+    if asked == "best":
+        best = choose_best(found, store.catalog.read_pointer(BEST))
+        wanted = [candidate for candidate in found if candidate.name == best]
+        if not wanted:
+            why = "spec.training.checkpoint.best is not set, or nothing was evaluated yet"
+            remedy = f"Name a step; there are {listed}"
+            raise CheckpointError(Problem(where, "no checkpoint is the best", why, remedy))
+        return wanted
+    wanted = [candidate for candidate in found if candidate.version.step == int(asked)]
+    if not wanted:
+        why = "the run has not saved it, or retention has removed it"
+        remedy = f"Choose one of those that are there: {listed}"
+        raise CheckpointError(
+            Problem(where, f"holds no checkpoint of step {asked}", why, remedy)
+        )
+    return wanted
 
 
 def choose_sets(

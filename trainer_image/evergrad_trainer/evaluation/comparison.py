@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from evergrad_trainer.base.records import EvaluationRecord
 from evergrad_trainer.observers.history import read_beginnings, read_evaluations_in_time
 from evergrad_trainer.run.directory import RunDirectory
 
@@ -43,30 +44,32 @@ def compare_with_run(
             )
             found.append(Compared(name, None, loss, is_equal=False, verdict=verdict))
             continue
-        is_known = loss is not None and math.isfinite(loss) and math.isfinite(own.loss)
-        is_equal = own.tokens == row["tokens"] and (
-            math.isclose(loss, own.loss, rel_tol=tolerance, abs_tol=0.0)
-            if is_known
-            else loss is None and not math.isfinite(own.loss)
-        )
-        how = (
-            "bit by bit"
-            if is_known and loss == own.loss
-            else f"within {tolerance:g} relative"
-        )
-        verdict = (
-            f"as the run measured it, {how}"
-            if is_equal
-            else f"differs: {loss!r} over {row['tokens']:,} tokens, and the run measured {own.loss!r} over "
-            f"{own.tokens:,}"
-        )
-        found.append(
-            Compared(
-                name,
-                own.loss if math.isfinite(own.loss) else None,
-                loss,
-                is_equal=is_equal,
-                verdict=verdict,
-            )
-        )
+        found.append(_compare(row, own, tolerance))
     return found
+
+
+def _compare(row: Mapping[str, Any], own: EvaluationRecord, tolerance: float) -> Compared:
+    """Compare one result with the run's own result."""
+    loss = row["loss"]
+    is_known = loss is not None and math.isfinite(loss) and math.isfinite(own.loss)
+    is_equal = own.tokens == row["tokens"] and (
+        math.isclose(loss, own.loss, rel_tol=tolerance, abs_tol=0.0)
+        if is_known
+        else loss is None and not math.isfinite(own.loss)
+    )
+    how = (
+        "bit by bit" if is_known and loss == own.loss else f"within {tolerance:g} relative"
+    )
+    verdict = (
+        f"as the run measured it, {how}"
+        if is_equal
+        else f"differs: {loss!r} over {row['tokens']:,} tokens, and the run measured {own.loss!r} over "
+        f"{own.tokens:,}"
+    )
+    return Compared(
+        row["name"],
+        own.loss if math.isfinite(own.loss) else None,
+        loss,
+        is_equal=is_equal,
+        verdict=verdict,
+    )

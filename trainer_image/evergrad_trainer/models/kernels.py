@@ -75,9 +75,23 @@ def choose_kernels(
     not a language model. ``is_eager``: the model computes attention as matrix products instead of calling a
     kernel. Raises ModelError if the device does not support a choice.
     """
-    attention = runtime.attention
     if is_eager and (problem := problem_of_eager(runtime)) is not None:
         raise ModelError(problem)
+    _check_matmul_precision(device, runtime)
+    # torch has one switch per process. Set the default too, because the process may serve another run later.
+    torch.set_float32_matmul_precision(runtime.matmul_precision)
+    # Set convolutions too: torch computes them in TF32 by default.
+    torch.backends.cudnn.allow_tf32 = runtime.matmul_precision == "high"
+    chosen = _choose_attention(device, runtime.attention, shape)
+    return {
+        "device": device.type,
+        "matmulPrecision": runtime.matmul_precision,
+        "attention": "eager" if is_eager else chosen,
+    }
+
+
+def _check_matmul_precision(device: torch.device, runtime: Runtime) -> None:
+    """Raise ModelError if ``matmulPrecision: high`` is set and the device has no TF32."""
     why = ""
     if runtime.matmul_precision == "high" and device.type != "cuda":
         why = "only accelerators have TF32"
@@ -95,10 +109,15 @@ def choose_kernels(
                 "Set matmulPrecision: highest, or leave it out",
             )
         )
-    # torch has one switch per process. Set the default too, because the process may serve another run later.
-    torch.set_float32_matmul_precision(runtime.matmul_precision)
-    # Set convolutions too: torch computes them in TF32 by default.
-    torch.backends.cudnn.allow_tf32 = runtime.matmul_precision == "high"
+
+
+def _choose_attention(
+    device: torch.device, attention: str, shape: AttentionShape | None
+) -> str:
+    """Switch on the attention kernels, and return the kernel that is used.
+
+    Raises ModelError if the device has no such kernel for this shape.
+    """
     # Use the switches of the process, not a context around the forward pass, because recomputation in the
     # backward pass must use the same backend.
     _switch_on(attention)
@@ -118,11 +137,7 @@ def choose_kernels(
                 "Set attention: auto, or leave it out",
             )
         )
-    return {
-        "device": device.type,
-        "matmulPrecision": runtime.matmul_precision,
-        "attention": "eager" if is_eager else chosen,
-    }
+    return chosen
 
 
 def problem_of_eager(runtime: Runtime) -> Problem | None:

@@ -28,7 +28,6 @@ class Departure:
         self,
         conversation: Conversation,
         *,
-        worker_group: Callable[[], WorkerGroup],
         log: Callable[[str], None],
         grace_seconds: float,
     ) -> None:
@@ -38,14 +37,13 @@ class Departure:
         alone.
         """
         self._conversation = conversation
-        self._workers = worker_group
         self._log = log
         self._grace_seconds = grace_seconds
         self._since: float | None = None
         self.is_alone = False
         """Whether the workers leave without a plan of the coordinator."""
 
-    def leave(self) -> None:
+    def leave(self, workers: WorkerGroup) -> None:
         """Request a group without this node from the coordinator; later calls do nothing."""
         if self._since is not None:
             return
@@ -53,11 +51,11 @@ class Departure:
         # Send the request on every new connection: the coordinator that received it may have restarted.
         self._conversation.is_leaving = True
         # Without a coordinator and without a group no component can plan work for this node.
-        if not self._conversation.send(Leaving()) and self._workers().place is None:
-            self._workers().depart(None, save=True)
+        if not self._conversation.send(Leaving()) and workers.place is None:
+            workers.depart(None, save=True)
         self._log("was asked to leave")
 
-    def tick(self, away_seconds: float) -> None:
+    def tick(self, workers: WorkerGroup, away_seconds: float) -> None:
         """Leave alone if no plan has arrived in time.
 
         ``away_seconds`` is the time since the last contact with the coordinator.
@@ -72,11 +70,11 @@ class Departure:
         if not is_cut_off and waited <= self._grace_seconds:
             return
         self.is_alone = True
-        if self._workers().place is None:
-            self._workers().depart(None, save=True)
+        if workers.place is None:
+            workers.depart(None, save=True)
         else:
             # Workers first leave their group at a step boundary; they depart after they have reported ready.
-            self._workers().change(
+            workers.change(
                 channel.WorkerPlan(channel.LOCAL_GENERATION, hard=False),
                 cause="node_left",
                 detail="preemption",

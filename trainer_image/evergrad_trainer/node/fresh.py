@@ -229,10 +229,11 @@ class FreshWorkers:
                 self._call_later(pause, self.tick)
             # The group of the other workers is broken, too.
             self._stop(_HARD_SECONDS, is_asking=True)
-        if self._workers:
-            return
+        if not self._workers:
+            self._end_group()
 
-        # All workers have ended.
+    def _end_group(self) -> None:
+        """Report the outcome of a group whose workers have all ended, and prepare for the next group."""
         go, ends = self._go, self._ends.values()
         self._is_stopping, self._kill_at = False, None
         self._check_gone()

@@ -92,40 +92,40 @@ class NodeMetrics:
             self._evaluation_seconds += max(0.0, _finite(record).get("seconds", 0.0))
             self._note_evaluation(record)
         elif kind == "step_end":
-            step = int(record["step"])
-            per_second = self._throughput.add(
-                generation=int(record["generation"]),
-                tokens=record["tokens"],
-                step_seconds=record["step_seconds"],
-                time=record["time"],
-            )
-            left = None
-            if self._total_steps is not None and per_second:
-                left = (self._total_steps - step) * record["tokens"] / per_second
-            self.progress = Progress(
-                generation=int(record["generation"]),
-                step=step,
-                total_steps=self._total_steps,
-                # Leave out a loss that is not a finite number, but still report the step.
-                loss=read_values(record)[0].get("loss"),
-                tokens_per_second=per_second,
-                eta_seconds=left,
-                checkpoint_step=self._checkpoint_step,
-                values=_finite(
-                    {
-                        name: record[name]
-                        for name in SHOWN
-                        if name in record and name != "loss"
-                    }
-                    | record.get("metrics", {})
-                ),
-                evaluations=dict(self._evaluations),
-                evaluation_seconds=self._evaluation_seconds,
-                saving_seconds=self._saving_seconds,
-                failed_saves=self._failed_saves,
-                save_trouble=self._save_trouble,
-                save_message=self._save_message,
-            )
+            self._note_step(record)
+
+    def _note_step(self, record: dict[str, Any]) -> None:
+        """Build the progress that is sent to the coordinator."""
+        step = int(record["step"])
+        per_second = self._throughput.add(
+            generation=int(record["generation"]),
+            tokens=record["tokens"],
+            step_seconds=record["step_seconds"],
+            time=record["time"],
+        )
+        left = None
+        if self._total_steps is not None and per_second:
+            left = (self._total_steps - step) * record["tokens"] / per_second
+        self.progress = Progress(
+            generation=int(record["generation"]),
+            step=step,
+            total_steps=self._total_steps,
+            # Leave out a loss that is not a finite number, but still report the step.
+            loss=read_values(record)[0].get("loss"),
+            tokens_per_second=per_second,
+            eta_seconds=left,
+            checkpoint_step=self._checkpoint_step,
+            values=_finite(
+                {name: record[name] for name in SHOWN if name in record and name != "loss"}
+                | record.get("metrics", {})
+            ),
+            evaluations=dict(self._evaluations),
+            evaluation_seconds=self._evaluation_seconds,
+            saving_seconds=self._saving_seconds,
+            failed_saves=self._failed_saves,
+            save_trouble=self._save_trouble,
+            save_message=self._save_message,
+        )
 
     def _note_save(self, record: Mapping[str, Any]) -> None:
         """Record the outcome of a save, and add it to the newest progress."""

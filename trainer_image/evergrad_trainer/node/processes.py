@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
 
 from evergrad_common.contract import ExitCode
 from evergrad_trainer.node.output import WorkerOutput
@@ -19,25 +18,18 @@ class WorkerProcesses:
     The worker group receives all records of a worker before its exit code.
     """
 
-    def __init__(
-        self,
-        settings: NodeSettings,
-        tasks: TaskWatch,
-        *,
-        worker_group: Callable[[], WorkerGroup],
-    ) -> None:
+    def __init__(self, settings: NodeSettings, tasks: TaskWatch) -> None:
         self._settings = settings
         self._tasks = tasks
-        self._workers = worker_group
         self._outputs: dict[int, WorkerOutput] = {}
         self._end_descriptors: dict[int, int] = {}
         """By serial number: a descriptor that becomes readable when the worker has ended."""
         self._pids: set[int] = set()
 
-    def watch(self, worker: Worker) -> None:
-        """Begin to watch a worker that was just started."""
+    def watch(self, worker: Worker, group: WorkerGroup) -> None:
+        """Begin to watch a worker that ``group`` has just started."""
         loop = asyncio.get_running_loop()
-        loop.add_reader(worker.channel.socket, self._tasks.call, self._read, worker)
+        loop.add_reader(worker.channel.socket, self._tasks.call, self._read, worker, group)
         # The descriptor becomes readable when the worker has ended. The process's sentinel is a pipe that its
         # child processes also hold open: processes that load a script's data would hide the worker's end.
         try:
@@ -45,7 +37,7 @@ class WorkerProcesses:
         except (OSError, AttributeError):
             end = os.dup(worker.process.sentinel)
         self._end_descriptors[worker.serial] = end
-        loop.add_reader(end, self._tasks.call, self._reap, worker)
+        loop.add_reader(end, self._tasks.call, self._reap, worker, group)
         if worker.output is not None:
             name = f"node-{self._settings.node}-worker-{worker.local_rank}.out"
             output = self._outputs[worker.serial] = WorkerOutput(
@@ -63,14 +55,14 @@ class WorkerProcesses:
         """End the processes that workers have started and left behind."""
         end_orphans(known=self._pids)
 
-    def _read(self, worker: Worker) -> None:
+    def _read(self, worker: Worker, group: WorkerGroup) -> None:
         try:
             while (record := worker.channel.receive(0)) is not None:
-                self._workers().hear(worker, record)
+                group.hear(worker, record)
         except EOFError:
             asyncio.get_running_loop().remove_reader(worker.channel.socket)
 
-    def _reap(self, worker: Worker) -> None:
+    def _reap(self, worker: Worker, group: WorkerGroup) -> None:
         # Keep this order: end the worker's descendants, read its last records and output, then report its
         # end.
         loop = asyncio.get_running_loop()
@@ -86,7 +78,7 @@ class WorkerProcesses:
         with contextlib.suppress(EOFError):
             # The worker's last records may still be in the channel.
             while (record := worker.channel.receive(0)) is not None:
-                self._workers().hear(worker, record)
+                group.hear(worker, record)
         loop.remove_reader(worker.channel.socket)
         worker.channel.close()
         # Read the output to its end, because the report of the worker's end contains the last lines.
@@ -95,7 +87,7 @@ class WorkerProcesses:
             output.drain()
             output.close()
         code = worker.process.exitcode
-        self._workers().end(worker, int(ExitCode.INTERNAL) if code is None else code)
+        group.end(worker, int(ExitCode.INTERNAL) if code is None else code)
         # Set this even if the group ignored the end: a closed process has no process id.
         worker.state = "ended"
         worker.process.close()

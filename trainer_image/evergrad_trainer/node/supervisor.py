@@ -139,9 +139,7 @@ class Supervisor:
         )
         self._end = NodeEnd(settings)
         self._tasks = TaskWatch(self._fail)
-        self._processes = WorkerProcesses(
-            settings, self._tasks, worker_group=lambda: self._workers
-        )
+        self._processes = WorkerProcesses(settings, self._tasks)
         self._progress = ProgressSender(self.conversation.send)
         self._records = RecordReader(metrics, self._progress)
         self._stores = RoundStores(settings.address)
@@ -149,7 +147,6 @@ class Supervisor:
         self._is_cut_off = False
         self._departure = Departure(
             self.conversation,
-            worker_group=lambda: self._workers,
             log=self._say,
             grace_seconds=settings.grace_seconds,
         )
@@ -167,7 +164,7 @@ class Supervisor:
         name_process(f"evergrad-node{self._settings.node}")
         stops = StopRequests(
             asyncio.get_running_loop(),
-            on_first=lambda: self._tasks.call(self._departure.leave),
+            on_first=lambda: self._tasks.call(self._departure.leave, worker_group),
             on_last=self._leave_at_once,
             grace_seconds=self._settings.grace_seconds,
         )
@@ -204,7 +201,7 @@ class Supervisor:
 
     def adopt(self, worker: Worker) -> Worker:
         """Begin to watch a worker that has just started, and return it."""
-        self._processes.watch(worker)
+        self._processes.watch(worker, self._workers)
         self._metrics.worker_started(worker)
         return worker
 
@@ -217,20 +214,8 @@ class Supervisor:
             case Capacity():
                 self._metrics.set_workers(report.workers)
                 self.conversation.send(report)
-            case WorkersReady() if report.generation >= channel.LOCAL_GENERATION:
-                # This answers a change that the node made itself and that no coordinator has planned.
-                if self._departure.is_alone:
-                    self._workers.depart(None, save=True)
-            case WorkersReady(workers=0):
-                self.conversation.send(Ready(report.generation, 0, 0, -1))
             case WorkersReady():
-                # The members connect to this store when all nodes are ready. Close the store of the old group
-                # only now.
-                self._store = self._stores.open(report.generation)
-                self._progress.flush()
-                self.conversation.send(
-                    Ready(report.generation, report.workers, self._store.port, report.step)
-                )
+                self._on_workers_ready(report)
             case Up():
                 self._metrics.set_generation(report.generation)
                 self.conversation.send(report)
@@ -252,17 +237,7 @@ class Supervisor:
             case channel.Observed():
                 self._records.take_record(report.kind, report.record)
             case Done() | Result():
-                # Record the report now but send it a few iterations later: a script's process can exit before
-                # its last report is read, and no process accepts that report after the end of the run.
-                self.conversation.remember(report)
-
-                async def send_after_reports() -> None:
-                    for _ in range(_TURNS):
-                        await asyncio.sleep(0)
-                    self._progress.flush()
-                    self.conversation.send(report)
-
-                self._tasks.begin(send_after_reports(), "last words")
+                self._send_after_reports(report)
             case WorkersLeft():
                 self._progress.flush()
                 generation, is_saved = self.conversation.known_generation, report.is_saved
@@ -273,6 +248,38 @@ class Supervisor:
                 self._end.note_host(report.kind, text, report.trouble)
                 print(f"error: {self._end.cause}", file=sys.stderr, flush=True)
                 self._stop(report.exit_code)
+
+    def _on_workers_ready(self, report: WorkersReady) -> None:
+        if report.generation >= channel.LOCAL_GENERATION:
+            # This answers a change that the node made itself and that no coordinator has planned.
+            if self._departure.is_alone:
+                self._workers.depart(None, save=True)
+        elif report.workers == 0:
+            self.conversation.send(Ready(report.generation, 0, 0, -1))
+        else:
+            # The members connect to this store when all nodes are ready. Close the store of the old group
+            # only now.
+            self._store = self._stores.open(report.generation)
+            self._progress.flush()
+            self.conversation.send(
+                Ready(report.generation, report.workers, self._store.port, report.step)
+            )
+
+    def _send_after_reports(self, report: Done | Result) -> None:
+        """Record a report that may end the run now, but send it a few iterations later.
+
+        A script's process can exit before its last report is read, and no process accepts that report after
+        the end of the run.
+        """
+        self.conversation.remember(report)
+
+        async def send() -> None:
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
+            self._progress.flush()
+            self.conversation.send(report)
+
+        self._tasks.begin(send(), "last words")
 
     def reported(self, report: dict[str, object]) -> None:
         """Process a script's progress report, whose values may have any type; only rank 0's report counts."""
@@ -371,7 +378,7 @@ class Supervisor:
                     self.conversation.known_generation + 1, hard=False
                 )
                 self._workers.change(order, cause="coordinator_lost")
-            self._departure.tick(away)
+            self._departure.tick(self._workers, away)
 
     def _fail(self, where: str, error: BaseException) -> None:
         """End the node because a part of its supervisor failed; otherwise it would only appear alive."""

@@ -427,13 +427,17 @@ def check_run_directory(
             ),
         )
         return
-    if checkpoint_size is None:
-        return
+    if checkpoint_size is not None:
+        yield _check_space(run_directory, checkpoint_size, keep=keep)
+
+
+def _check_space(run_directory: Path, checkpoint_size: int, *, keep: int) -> Finding:
+    """Check that the disk has space for the checkpoints that this run keeps."""
     free = free_bytes(run_directory)
     # One more than ``keep``, because the newest is written before the oldest is removed.
     needed = checkpoint_size * (keep + 1)
     if free < 2 * checkpoint_size:
-        yield Finding(
+        return Finding(
             "error",
             Problem(
                 str(run_directory),
@@ -443,8 +447,8 @@ def check_run_directory(
                 is_of_host=True,
             ),
         )
-    elif free < needed:
-        yield Finding(
+    if free < needed:
+        return Finding(
             "warning",
             Problem(
                 str(run_directory),
@@ -453,14 +457,13 @@ def check_run_directory(
                 "Lower checkpoint.keep",
             ),
         )
-    else:
-        yield Finding(
-            "ok",
-            Problem(
-                str(run_directory),
-                f"{size(free)} free, {keep + 1} checkpoints take {size(needed)}",
-            ),
-        )
+    return Finding(
+        "ok",
+        Problem(
+            str(run_directory),
+            f"{size(free)} free, {keep + 1} checkpoints take {size(needed)}",
+        ),
+    )
 
 
 def check_device(training: Training, machine: Machine) -> Iterator[Finding]:
@@ -609,33 +612,12 @@ def find_traps(
     training: Training, plan: ModelPlan | None, *, machine: Machine
 ) -> Iterator[Problem]:
     """Find settings that train without an error but probably not as the user intended."""
-    where = "spec.training"
-
-    # The default tokenizer reads bytes, but a pretrained model has its own tokenizer.
-    path = training.model.path
-    if path is not None and "tokenizer" not in training.model_fields_set:
-        yield Problem(
-            f"{where}.tokenizer",
-            f"missing, and the model in {path} would be trained on the ids of bytes",
-            "a pretrained model knows the ids of its own tokenizer only",
-            f"Write tokenizer: {{type: transformers, path: {path}}}, or {{type: byte}} if bytes are meant",
-        )
+    yield from _check_tokenizer_of_path(training)
     if plan is not None and plan.config is not None:
-        yield from check_experts(
-            plan.config, where=f"{where}.model.{'config' if path is None else 'path'}"
-        )
-    is_chunked = loss_chunk(training) is not None
-    if plan is not None and is_chunked and plan.name not in PLAIN_HEADS:
-        field, remedy = "runtime.lossChunk", "Leave lossChunk out, or use"
-        if training.runtime.loss_chunk is None:
-            # This recipe always uses chunks: without them it would hold all logits of two models.
-            field, remedy = "model", "Use"
-        yield Problem(
-            f"{where}.{field}",
-            f"the logits of {plan.name} cannot be made in chunks",
-            "they are known to be more than a linear layer, or not known to be one",
-            f"{remedy} one of {', '.join(sorted(PLAIN_HEADS))}",
-        )
+        key = "config" if training.model.path is None else "path"
+        yield from check_experts(plan.config, where=f"spec.training.model.{key}")
+    if plan is not None and loss_chunk(training) is not None:
+        yield from _check_chunks(training, plan)
     if plan is not None and plan.config is not None:
         yield from check_packing(
             plan.config,
@@ -649,6 +631,39 @@ def find_traps(
         with contextlib.suppress(ModelError):
             model = build_empty_model(plan, precision="fp32")
             yield from unmatched_patterns(model, training.optimizer.groups)
+    yield from _check_decays(training)
+    yield from _check_kernels(training, machine)
+
+
+def _check_tokenizer_of_path(training: Training) -> Iterator[Problem]:
+    # The default tokenizer reads bytes, but a pretrained model has its own tokenizer.
+    path = training.model.path
+    if path is not None and "tokenizer" not in training.model_fields_set:
+        yield Problem(
+            "spec.training.tokenizer",
+            f"missing, and the model in {path} would be trained on the ids of bytes",
+            "a pretrained model knows the ids of its own tokenizer only",
+            f"Write tokenizer: {{type: transformers, path: {path}}}, or {{type: byte}} if bytes are meant",
+        )
+
+
+def _check_chunks(training: Training, plan: ModelPlan) -> Iterator[Problem]:
+    """Check that the loss of this model can be computed in chunks of the logits."""
+    if plan.name in PLAIN_HEADS:
+        return
+    field, remedy = "runtime.lossChunk", "Leave lossChunk out, or use"
+    if training.runtime.loss_chunk is None:
+        # This recipe always uses chunks: without them it would hold all logits of two models.
+        field, remedy = "model", "Use"
+    yield Problem(
+        f"spec.training.{field}",
+        f"the logits of {plan.name} cannot be made in chunks",
+        "they are known to be more than a linear layer, or not known to be one",
+        f"{remedy} one of {', '.join(sorted(PLAIN_HEADS))}",
+    )
+
+
+def _check_decays(training: Training) -> Iterator[Problem]:
     # Moments in bf16 lose small decays in rounding. Check only the decays that this optimizer has.
     optimizer = training.optimizer
     unused = {one.key for one in OF_OPTIMIZER if optimizer.type in one.values}
@@ -657,13 +672,12 @@ def find_traps(
     field, slowest = max(found, key=lambda one: one[1], default=("type", 0.0))
     if training.runtime.precision == "bf16" and slowest > _SLOWEST_BF16_DECAY:
         yield Problem(
-            f"{where}.optimizer.{field}",
+            f"spec.training.optimizer.{field}",
             f"{slowest} is too close to 1 for runtime.precision bf16",
             "bf16 has 8 bits: a moment that should shrink by less than a 256th is rounded back to what it "
             "was, and never falls",
             f"Use at most {_SLOWEST_BF16_DECAY:.3f}, or precision: bf16-autocast, whose moments are fp32",
         )
-    yield from _check_kernels(training, machine)
 
 
 def _check_kernels(training: Training, machine: Machine) -> Iterator[Problem]:

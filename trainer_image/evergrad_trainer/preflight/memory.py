@@ -87,7 +87,8 @@ def check_architecture(training: Training, plan: ModelPlan | None) -> Iterator[F
             "transformers has no other for it; memory for scores grows with the square of "
             "data.sequenceLength"
         )
-        yield Finding("warning", Problem(f"{_MODEL}.{_source_of(training)}", what, why))
+        key = "config" if training.model.path is None else "path"
+        yield Finding("warning", Problem(f"{_MODEL}.{key}", what, why))
     if plan.attention == "eager" and (problem := problem_of_eager(training.runtime)):
         yield Finding("error", problem)
     if plan.untied is not None:
@@ -98,10 +99,6 @@ def check_architecture(training: Training, plan: ModelPlan | None) -> Iterator[F
         why = "config.json there has tie_word_embeddings: true; this run and its exports have false"
         remedy = "Correct config.json if this is not meant"
         yield Finding("warning", Problem(f"{_MODEL}.path", what, why, remedy))
-
-
-def _source_of(training: Training) -> str:
-    return "config" if training.model.path is None else "path"
 
 
 def hidden_size_of(config: Any) -> int:

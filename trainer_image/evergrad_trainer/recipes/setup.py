@@ -4,7 +4,7 @@ observers."""
 import hashlib
 import json
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -94,19 +94,7 @@ def open_recipe(
         name: (*METRICS_OF_ALL, *(task.metrics if one.metrics is None else one.metrics))
         for name, one in evaluators.items()
     }
-    # Check names here, because the names of a task's own sets and metrics were not available earlier.
-    problems = []
-    for index, one in enumerate(training.evaluation.sets):
-        if one.name not in measured:
-            where = f"{_EVALUATION}.sets[{index}].name"
-            what = f"{one.name!r} is no evaluation set"
-            problems.append(_unknown(where, what, one.name, measured))
-    if (best := training.checkpoint.best) is not None:
-        metrics = [f"{name}/{metric}" for name, own in measured.items() for metric in own]
-        if best.metric not in metrics:
-            what = f"{best.metric!r} is not a metric of this run"
-            problems.append(_unknown(_BEST, what, best.metric, metrics))
-    raise_if(problems, ConfigurationError)
+    _check_names(training, measured)
     check_watched(training, task.metrics, measured)
     sets = {name: evaluator.sources for name, evaluator in evaluators.items()}
     with code.guarding("its observers"):
@@ -122,6 +110,25 @@ def open_recipe(
         problem = Problem("spec.training.recipe", str(error), why, "Correct them")
         raise code.explain(problem) from error
     return Opened(task, code, data, evaluators, observers, prepared)
+
+
+def _check_names(training: Training, measured: Mapping[str, Sequence[str]]) -> None:
+    """Check the evaluation sets and the metric that the manifest names.
+
+    Names of a task's own sets and metrics are not available earlier. Raises ConfigurationError.
+    """
+    problems = []
+    for index, one in enumerate(training.evaluation.sets):
+        if one.name not in measured:
+            where = f"{_EVALUATION}.sets[{index}].name"
+            what = f"{one.name!r} is no evaluation set"
+            problems.append(_unknown(where, what, one.name, measured))
+    if (best := training.checkpoint.best) is not None:
+        metrics = [f"{name}/{metric}" for name, own in measured.items() for metric in own]
+        if best.metric not in metrics:
+            what = f"{best.metric!r} is not a metric of this run"
+            problems.append(_unknown(_BEST, what, best.metric, metrics))
+    raise_if(problems, ConfigurationError)
 
 
 def _unknown(where: str, what: str, name: str, known: Collection[str]) -> Problem:
@@ -186,9 +193,18 @@ def _prepare_own(
                     folder.rmdir()
             if is_empty:
                 return prepared
+    return replace(prepared, folder=folder, facts=_convert_facts(code, facts))
+
+
+def _convert_facts(code: Code, facts: Any) -> dict[str, Any]:
+    """Return the facts as another process receives them.
+
+    Facts that are not valid JSON therefore fail on every node.
+    """
     try:
-        # Convert the facts as for another process, so that facts that are not valid JSON fail on every node.
-        facts = json.loads(json.dumps(dict(facts or {}), allow_nan=False))
+        converted: dict[str, Any] = json.loads(
+            json.dumps(dict(facts or {}), allow_nan=False)
+        )
     except (TypeError, ValueError) as error:
         why = f"{error}; it is given to other processes"
         remedy = (
@@ -198,4 +214,4 @@ def _prepare_own(
             "spec.training.recipe", "prepare returns what is no JSON", why, remedy
         )
         raise code.explain(problem) from error
-    return replace(prepared, folder=folder, facts=facts)
+    return converted

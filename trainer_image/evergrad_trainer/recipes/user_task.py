@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -172,19 +173,7 @@ def load_own(
     module_name, _, attribute = training.recipe.partition(":")
     code = Code(folder, has_trained=has_trained)
     with code.guarding("its import"):
-        # Put the folder first, as Python does for a script: otherwise an installed package of the same name
-        # would be used instead. The file can also import modules next to it.
-        if (beside := str(folder.resolve())) not in sys.path:
-            sys.path.insert(0, beside)
-        # This process may have just written the file, so Python's cached directory listing may lack it.
-        importlib.invalidate_caches()
-        module = importlib.import_module(module_name)
-        # Compare the files, not their names: in a pod, some of the task's files are links.
-        found = getattr(module, "__file__", None)
-        if found is None or not os.path.samefile(found, path.resolve()):
-            what = f"the module {module_name} is taken from {found or 'Python itself'}"
-            why = f"a module of that name was loaded before {path.resolve()}"
-            raise ConfigurationError(Problem(_RECIPE, what, why, "Rename the file"))
+        module = _import_from(folder, module_name, path)
     made: Any = getattr(module, attribute, None)
     check_made(made, f"{attribute} is no task of {path.name}")
     return make_task(made, training, base_directory, code, run_directory), code
@@ -227,6 +216,24 @@ def make_task(
         problem = Problem(_RECIPE, what, why, "Rename it, or leave it out")
         raise ConfigurationError(problem) from None
     return task
+
+
+def _import_from(folder: Path, module_name: str, path: Path) -> ModuleType:
+    """Import the task's module. Raises ConfigurationError if Python imports another file than ``path``."""
+    # Put the folder first, as Python does for a script: otherwise an installed package of the same name
+    # would be used instead. The file can also import modules next to it.
+    if (beside := str(folder.resolve())) not in sys.path:
+        sys.path.insert(0, beside)
+    # This process may have just written the file, so Python's cached directory listing may lack it.
+    importlib.invalidate_caches()
+    module = importlib.import_module(module_name)
+    # Compare the files, not their names: in a pod, some of the task's files are links.
+    found = getattr(module, "__file__", None)
+    if found is None or not os.path.samefile(found, path.resolve()):
+        what = f"the module {module_name} is taken from {found or 'Python itself'}"
+        why = f"a module of that name was loaded before {path.resolve()}"
+        raise ConfigurationError(Problem(_RECIPE, what, why, "Rename the file"))
+    return module
 
 
 def parse_options(model: type[Section], values: Mapping[str, Any]) -> Section:

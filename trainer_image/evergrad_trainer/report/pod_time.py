@@ -44,21 +44,7 @@ def read_pod_time(text: str, *, source: str, run: str | None) -> PodTime:
 
     Raises RunDirectoryError if ``text`` is not a TrainingRun, is another run, or has no usage.
     """
-    remedy = "Write it with: kubectl get trun NAME -o json"
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        problem = Problem(source, "is neither JSON nor YAML", remedy=remedy)
-        raise RunDirectoryError(problem) from error
-    if not isinstance(value, Mapping) or value.get("kind") != "TrainingRun":
-        raise RunDirectoryError(Problem(source, "is not one TrainingRun", remedy=remedy))
-
-    # Refuse the object of another run: a reader would not notice wrong costs.
-    name = as_mapping(value.get("metadata")).get("name")
-    if run is not None and name != run:
-        what = f"is run {name}, and the report is on {run}"
-        raise RunDirectoryError(Problem(source, what, remedy=remedy))
-    usage = as_mapping(as_mapping(value.get("status")).get("usage"))
+    usage = _read_usage(text, source=source, run=run)
     seconds = {
         use: amount
         for use, amount in as_mapping(usage.get("byCause")).items()
@@ -92,3 +78,22 @@ def read_pod_time(text: str, *, source: str, run: str | None) -> PodTime:
     titles = ("Spent on", "Asked for", "Time of pods", "Share")
     table = build_table(titles, rows, numeric=titles[2:])
     return PodTime(f"{', '.join(sums)}. {_NOTE}", table, dict(usage))
+
+
+def _read_usage(text: str, *, source: str, run: str | None) -> Mapping[str, Any]:
+    """Return ``status.usage``, or an empty mapping. Raises RunDirectoryError if ``text`` is not this run."""
+    remedy = "Write it with: kubectl get trun NAME -o json"
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        problem = Problem(source, "is neither JSON nor YAML", remedy=remedy)
+        raise RunDirectoryError(problem) from error
+    if not isinstance(value, Mapping) or value.get("kind") != "TrainingRun":
+        raise RunDirectoryError(Problem(source, "is not one TrainingRun", remedy=remedy))
+
+    # Refuse the object of another run: a reader would not notice wrong costs.
+    name = as_mapping(value.get("metadata")).get("name")
+    if run is not None and name != run:
+        what = f"is run {name}, and the report is on {run}"
+        raise RunDirectoryError(Problem(source, what, remedy=remedy))
+    return as_mapping(as_mapping(value.get("status")).get("usage"))

@@ -104,7 +104,28 @@ def inspect_directory(
         raise_if(problems_of_changes(of_script, directory=where), RunDirectoryError)
         return RunState("complete" if directory.is_complete() else "begun")
 
-    # A typed recipe: name every field that differs. Paths may differ, because later checks compare content.
+    is_longer = _check_recipe(
+        before, run, where, extend=extend, base_directory=base_directory
+    )
+    state: Literal["begun", "complete"] = (
+        "complete" if directory.is_complete() and not is_longer else "begun"
+    )
+    return _read_state(directory, resolved, state)
+
+
+def _check_recipe(
+    before: TrainingRun,
+    run: TrainingRun,
+    where: str,
+    *,
+    extend: bool,
+    base_directory: Path | None,
+) -> bool:
+    """Compare a typed recipe with the recipe that the run began with. Returns whether the horizon differs.
+
+    Raises RunDirectoryError that names every other field that differs.
+    """
+    # Paths may differ, because later checks compare content.
     changes = [
         (path, old, new)
         for path, old, new in changed_fields(recipe_of(before), recipe_of(run))
@@ -132,10 +153,7 @@ def inspect_directory(
         ):
             problems += find_files(source)[1]
     raise_if(problems, RunDirectoryError)
-    state: Literal["begun", "complete"] = (
-        "complete" if directory.is_complete() and not horizon else "begun"
-    )
-    return _read_state(directory, resolved, state)
+    return bool(horizon)
 
 
 def _read_state(

@@ -55,32 +55,7 @@ def begin(session: Session, machinery: Machinery) -> None:
     path = session.plan.base_directory / wanted.path
     raise_if(check_initial(path, session.plan.run.training.model.lora), CheckpointError)
     if (path / "config.json").is_file():
-        # A transformers directory contains only the weights of a model, so refuse every other request.
-        given = {"load": wanted.load != "weights", "step": wanted.step is not None}
-        why = "a transformers directory has weights, and neither steps nor an optimizer's state"
-        problems = [
-            Problem(f"{FIELD}.{key}", f"{wanted.path} cannot give this", why, "Remove it")
-            for key, is_given in given.items()
-            if is_given
-        ]
-        if MODEL not in machinery.modules.trained:
-            what = f"{wanted.path} is a transformers directory"
-            names = ", ".join(machinery.modules.trained)
-            why = f"its weights are those of a model, and what is trained is {names}"
-            remedy = "Name a run of this recipe, or leave initFrom out"
-            problems.append(Problem(f"{FIELD}.path", what, why, remedy))
-        raise_if(problems, ConfigurationError)
-        config = session.plan.model.require_config()
-        differences = load_model_directory(path, machinery.state(), config=config)
-        digest: str | None = None
-        if session.world.is_main:
-            hashes = [
-                f"{one.name} {hash_file(one)}" for one in sorted(path.glob("*.safetensors"))
-            ]
-            digest = hash_bytes("\n".join(hashes).encode())
-        # Collective: all ranks use rank 0's hash, even if the path is a different directory on another host.
-        digest = str(session.world.broadcast_json(digest))
-        source: dict[str, Any] = {"checkpoint": "", "step": 0, "hash": digest}
+        source, differences = _load_model(session, machinery, wanted, path)
         _check_same(recorded, source, path)
     else:
         source, differences = _load(session, machinery, wanted, path, recorded=recorded)
@@ -88,9 +63,7 @@ def begin(session: Session, machinery: Machinery) -> None:
         # The task computed its values from the initial weights, which have just been replaced.
         seed = session.plan.run.training.reproducibility.seed
         enter_first(machinery.opened, machinery.modules, seed=seed, cut=machinery.cut())
-    facts: dict[str, Any] = {"path": str(path), **source, "load": wanted.load}
-    if wanted.load == "position" and (start := session.data.train.start) is not None:
-        facts["sources"] = {one.name: one.taken for one in start.sources}
+    facts = _describe_source(session, wanted, path, source)
     session.begun_from = facts
     # Rename ``step``: every event already has a field of this name, which is the step of this run.
     fields = {
@@ -100,6 +73,52 @@ def begin(session: Session, machinery: Machinery) -> None:
     session.emit(EventType.BEGUN_FROM, {**fields, "seconds": seconds})
     for message in (*session.plan.doubts, *differences):
         session.emit(EventType.WARNING, {"message": message})
+
+
+def _load_model(
+    session: Session, machinery: Machinery, wanted: InitFrom, path: Path
+) -> tuple[dict[str, Any], list[str]]:
+    """Load the weights of a transformers directory, on all ranks together.
+
+    Returns the source with the hash of its weights, and a line for each difference between the models that
+    does not affect the result.
+    """
+    # The directory contains only the weights of a model, so refuse every other request.
+    given = {"load": wanted.load != "weights", "step": wanted.step is not None}
+    why = "a transformers directory has weights, and neither steps nor an optimizer's state"
+    problems = [
+        Problem(f"{FIELD}.{key}", f"{wanted.path} cannot give this", why, "Remove it")
+        for key, is_given in given.items()
+        if is_given
+    ]
+    if MODEL not in machinery.modules.trained:
+        what = f"{wanted.path} is a transformers directory"
+        names = ", ".join(machinery.modules.trained)
+        why = f"its weights are those of a model, and what is trained is {names}"
+        remedy = "Name a run of this recipe, or leave initFrom out"
+        problems.append(Problem(f"{FIELD}.path", what, why, remedy))
+    raise_if(problems, ConfigurationError)
+    config = session.plan.model.require_config()
+    differences = load_model_directory(path, machinery.state(), config=config)
+    digest: str | None = None
+    if session.world.is_main:
+        hashes = [
+            f"{one.name} {hash_file(one)}" for one in sorted(path.glob("*.safetensors"))
+        ]
+        digest = hash_bytes("\n".join(hashes).encode())
+    # Collective: all ranks use rank 0's hash, even if the path is a different directory on another host.
+    digest = str(session.world.broadcast_json(digest))
+    return {"checkpoint": "", "step": 0, "hash": digest}, differences
+
+
+def _describe_source(
+    session: Session, wanted: InitFrom, path: Path, source: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what this run began with, as ``run.json`` records it."""
+    facts: dict[str, Any] = {"path": str(path), **source, "load": wanted.load}
+    if wanted.load == "position" and (start := session.data.train.start) is not None:
+        facts["sources"] = {one.name: one.taken for one in start.sources}
+    return facts
 
 
 def _agree(session: Session, wanted: InitFrom | None) -> Mapping[str, Any] | None:

@@ -2,6 +2,7 @@
 or the initial state."""
 
 import uuid
+from typing import Any
 
 from evergrad_trainer.base.errors import HostError
 from evergrad_trainer.checkpoint.manager import CheckpointManager
@@ -41,7 +42,7 @@ def settle(
             **session.describe_beginning(),
         }
     )
-    steps = [int(row["step"]) for row in rows]
+    steps = _steps_of(rows)
     _check_frozen(world, [row["frozen"] for row in rows], steps)
     # On a joining rank, all observers are still active.
     run.lasting.agree_switched_off({name for row in rows for name in row["observers_off"]})
@@ -51,40 +52,61 @@ def settle(
     if is_fresh:
         _begin_again(session, machinery, checkpoints, life)
     else:
-        # From rank to rank: holders of the newest step send it to the others, whose state is dirty until all
-        # of it has arrived.
-        for transfer in plan_transfers(steps):
-            if world.rank == transfer.stale_rank:
-                life.held = StateStatus.DIRTY
-            if world.rank in (transfer.source, transfer.stale_rank):
-                transfer_state(machinery.state(), transfer, world)
-        # Collective: a source may have died while a part was still in transit.
-        world.confirm()
-        # Collective: send the values that belong to these tensors, from one of the ranks that had them.
-        registry, source = machinery.registry, choose_source(rows)
-        registry.load_values(world.broadcast_json(registry.values(), source=source))
-        adopt(progress, rows)
-        session.adopt_beginning(rows[source])
+        _receive_newest(session, machinery, life, rows)
+    _compare_replicas(session, machinery, rows)
+    life.held = StateStatus.WHOLE
+    _name_run(session)
+    settle_snapshots(session, machinery)  # collectives: what is in none of its tensors
+    return is_fresh
 
-    # Collective, before the first step of a world: check that the transfer is complete and, if requested,
-    # that all replicas are equal. Use the request of rank 0: a comparison that only some ranks make would
-    # wait forever.
-    state, newest = machinery.own_state(), max(steps)
+
+def _receive_newest(
+    session: Session, machinery: Machinery, life: Life, rows: list[dict[str, Any]]
+) -> None:
+    """Bring every rank to the newest step that a rank holds. ``rows``: what each rank holds."""
+    world = session.world
+    # From rank to rank: holders of the newest step send it to the others, whose state is dirty until all of
+    # it has arrived.
+    for transfer in plan_transfers(_steps_of(rows)):
+        if world.rank == transfer.stale_rank:
+            life.held = StateStatus.DIRTY
+        if world.rank in (transfer.source, transfer.stale_rank):
+            transfer_state(machinery.state(), transfer, world)
+    # Collective: a source may have died while a part was still in transit.
+    world.confirm()
+    # Collective: send the values that belong to these tensors, from one of the ranks that had them.
+    registry, source = machinery.registry, choose_source(rows)
+    registry.load_values(world.broadcast_json(registry.values(), source=source))
+    adopt(session.progress, rows)
+    session.adopt_beginning(rows[source])
+
+
+def _compare_replicas(
+    session: Session, machinery: Machinery, rows: list[dict[str, Any]]
+) -> None:
+    """Check, before the first step of a world, that the transfer is complete and, if requested, that all
+    replicas are equal.
+
+    Collective. The request of rank 0 counts: a comparison that only some ranks make would wait forever.
+    """
+    state, steps = machinery.own_state(), _steps_of(rows)
+    newest = max(steps)
     if rows[0]["is_comparing"]:
         compare_states(
             state,
-            world,
-            step=progress.finished_steps,
+            session.world,
+            step=session.progress.finished_steps,
             holders=[rank for rank, step in enumerate(steps) if step == newest >= 0],
             shards=machinery.shards,
             replicated=machinery.replicated(),
         )
     elif transfers := plan_transfers(steps):
-        compare_transferred(state, world, transfers)
-    life.held = StateStatus.WHOLE
-    _name_run(session)
-    settle_snapshots(session, machinery)  # collectives: what is in none of its tensors
-    return is_fresh
+        compare_transferred(state, session.world, transfers)
+
+
+def _steps_of(rows: list[dict[str, Any]]) -> list[int]:
+    """Return the step that each rank holds; -1 if a rank holds none."""
+    return [int(row["step"]) for row in rows]
 
 
 def _name_run(session: Session) -> None:

@@ -53,10 +53,7 @@ def close_run(
     ``is_alone``: this worker leaves a run that other workers may continue, so no completion mark and no page
     is written.
     """
-    is_complete = reason == "complete"
-    code = ExitCode.DONE if is_complete else ExitCode.STOPPED_SAVED
-    if not is_saved:
-        code = ExitCode.INTERNAL if is_complete else ExitCode.STOPPED_UNSAVED
+    code = _choose_code(reason, is_saved=is_saved)
     if not session.world.is_main:
         return code
 
@@ -67,13 +64,7 @@ def close_run(
     # Before its first step, a run has no state to save, so no checkpoint exists or is missing.
     session.emit(EventType.STOP, {"reason": reason, "saved": is_saved and step > 0})
     if code == ExitCode.DONE:
-        if session.plan.run.training.checkpoint.export_at_end:
-            # Export before the run is marked: if it is killed or the disk is full, the next start exports
-            # again.
-            print(f"exported: {_export(session, step)}", flush=True)
-        session.emit(EventType.COMPLETE, {"total_steps": step})
-        facts = {"run": session.plan.run.metadata.name, "step": step, "time": time.time()}
-        session.directory.mark_complete({**facts, "best": session.progress.best})
+        _complete(session, step)
     session.emit(EventType.END, {"exit_code": int(code)})
     # Release before printing and drawing, because the sender of the stop request may kill this process next.
     writer.release()
@@ -87,22 +78,43 @@ def close_run(
         _write_summary(session)
         print(f"stopped after step {step}; for a report: {later}", flush=True)
     else:
-        from evergrad_trainer.report.build import write_report
-
-        try:
-            print(f"report: {write_report(session.directory.path).html}", flush=True)
-        except Exception as error:  # noqa: BLE001 - the training is done and saved; a report can be made again at any time
-            _log.exception("the report could not be written")
-            print(
-                f"warning: no report was made: {str(error).rstrip('.')}. Try: {later}",
-                file=sys.stderr,
-            )
+        _write_page(session, later)
     if code == ExitCode.STOPPED_SAVED and reason != "non_finite":
         print(f"to go on behind step {step}: the same command", flush=True)
     if not is_saved:
         message = "error: the state of the last steps could not be saved; the newest checkpoint is older"
         print(message, file=sys.stderr)
     return code
+
+
+def _choose_code(reason: StopReason, *, is_saved: bool) -> ExitCode:
+    if reason == "complete":
+        return ExitCode.DONE if is_saved else ExitCode.INTERNAL
+    return ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED
+
+
+def _complete(session: Session, step: int) -> None:
+    """Export the final weights if the manifest asks for it, and mark the run as complete."""
+    if session.plan.run.training.checkpoint.export_at_end:
+        # Export before the run is marked: if it is killed or the disk is full, the next start exports again.
+        print(f"exported: {_export(session, step)}", flush=True)
+    session.emit(EventType.COMPLETE, {"total_steps": step})
+    facts = {"run": session.plan.run.metadata.name, "step": step, "time": time.time()}
+    session.directory.mark_complete({**facts, "best": session.progress.best})
+
+
+def _write_page(session: Session, later: str) -> None:
+    """Write the report with its page. A failure is only reported, with the command ``later`` to try again."""
+    from evergrad_trainer.report.build import write_report
+
+    try:
+        print(f"report: {write_report(session.directory.path).html}", flush=True)
+    except Exception as error:  # noqa: BLE001 - the training is done and saved; a report can be made again at any time
+        _log.exception("the report could not be written")
+        print(
+            f"warning: no report was made: {str(error).rstrip('.')}. Try: {later}",
+            file=sys.stderr,
+        )
 
 
 def _write_summary(session: Session) -> None:

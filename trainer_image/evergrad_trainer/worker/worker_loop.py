@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from evergrad_common.contract import ExitCode
 from evergrad_manifest.errors import EvergradError
 from evergrad_trainer.base.errors import DivergedError, PeerLostError
-from evergrad_trainer.base.records import Event, EventType
+from evergrad_trainer.base.records import Event, EventType, StopReason
 from evergrad_trainer.checkpoint.generations import claim_exactly
 from evergrad_trainer.distributed.world import World
 from evergrad_trainer.training.build import Machinery
@@ -140,43 +140,61 @@ class Lifecycle:
             session.opened.code.note_trained()
         self.life.enter(WorkerState.TRAIN)
         self._worlds.trains(world, session.progress.finished_steps)
-        if not world.is_main:
-            # Rank 0 writes the events of this world's start. If it is lost before the first step, the next
-            # rank 0 writes them.
-            self._unwritten = Unwritten(
-                session.progress.finished_steps, tuple(session.waiting or ())
-            )
-            session.waiting = None
-            self._release()
+        if world.is_main:
+            self._announce_start(begin, is_fresh=is_fresh, is_new=is_new)
         else:
-            # A rank 0 that died before the first step may not have announced the start. Announce it again:
-            # without run.json the run could never be started again.
-            is_begun = session.is_announced or session.progress.steps_here > 0
-            if is_fresh or not is_begun:
-                announce(session, self._machinery)
-            if not is_fresh:
-                is_new = is_new and is_begun
-                self._writer.announce_world(self._machinery, begin, is_new=is_new)
+            self._keep_unwritten()
         # Collectives, until all ranks agree to leave this world.
         reason = train(self._run)
         if reason != "change":
-            # The ranks of this world have agreed that the run stops.
-            self.life.enter(WorkerState.CLOSING)
-            # Collective: if one rank failed alone here, the others would wait in their last save.
-            is_saved = save_all(self._run)
-            takes_file = reason == "stop_file" and world.is_main
-            if takes_file and not self._worlds.are_replaced:
-                # No other worker needs the stop file, and the next start must train.
-                session.directory.consume_stop_file()
-            code = close_run(session, self._writer, reason, is_saved=is_saved)
-            self._run.observers = session.observers
-            self._has_ended_run = True
-            step = session.progress.finished_steps
-            self._worlds.agreed_end(world, step=step, exit_code=int(code), reason=reason)
-            if takes_file and self._worlds.are_replaced:
-                # Remove the file last: if this process dies before the end is reported, the other ranks
-                # continue, find the file and stop one step later.
-                session.directory.consume_stop_file()
+            self._end_run(world, reason)
+
+    def _announce_start(self, begin: WorkerGo, *, is_fresh: bool, is_new: bool) -> None:
+        """Record the start of this world as rank 0.
+
+        ``is_new``: this process did not have the duties of rank 0 before this world.
+        """
+        # A rank 0 that died before the first step may not have announced the start. Announce it again:
+        # without run.json the run could never be started again.
+        session = self._session
+        is_begun = session.is_announced or session.progress.steps_here > 0
+        if is_fresh or not is_begun:
+            announce(session, self._machinery)
+        if not is_fresh:
+            is_new = is_new and is_begun
+            self._writer.announce_world(self._machinery, begin, is_new=is_new)
+
+    def _keep_unwritten(self) -> None:
+        """Keep the events of this world's start, which rank 0 writes.
+
+        If rank 0 is lost before the first step, the next rank 0 writes them.
+        """
+        session = self._session
+        self._unwritten = Unwritten(
+            session.progress.finished_steps, tuple(session.waiting or ())
+        )
+        session.waiting = None
+        self._release()
+
+    def _end_run(self, world: World, reason: StopReason) -> None:
+        """Save and close the run. The ranks of this world have agreed that it stops."""
+        session = self._session
+        self.life.enter(WorkerState.CLOSING)
+        # Collective: if one rank failed alone here, the others would wait in their last save.
+        is_saved = save_all(self._run)
+        takes_file = reason == "stop_file" and world.is_main
+        if takes_file and not self._worlds.are_replaced:
+            # No other worker needs the stop file, and the next start must train.
+            session.directory.consume_stop_file()
+        code = close_run(session, self._writer, reason, is_saved=is_saved)
+        self._run.observers = session.observers
+        self._has_ended_run = True
+        step = session.progress.finished_steps
+        self._worlds.agreed_end(world, step=step, exit_code=int(code), reason=reason)
+        if takes_file and self._worlds.are_replaced:
+            # Remove the file last: if this process dies before the end is reported, the other ranks
+            # continue, find the file and stop one step later.
+            session.directory.consume_stop_file()
 
     def _take_unwritten(self) -> list[Event]:
         """Return the events of the last world's start if that world trained no step.

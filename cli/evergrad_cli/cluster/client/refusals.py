@@ -42,20 +42,8 @@ def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
     plain = body[:_LONGEST].decode("utf-8", "replace").strip()
     message = str(answer.get("message") or plain)[:_LONGEST]
 
-    # 404: the server does not have the kind, the namespace, or the object.
     if status == ResponseStatus.NOT_FOUND:
-        details = answer.get("details")
-        if not isinstance(details, Mapping) or not details.get("name"):
-            is_ours = "trainingrun" in what
-            unknown = Problem(what, "is not known to this cluster", message)
-            return NotFoundError(NO_CRD if is_ours else unknown, is_kind_unknown=True)
-        if details.get("kind") == "namespaces":
-            name = details["name"]
-            remedy = f"Create it (kubectl create namespace {name}), or name another with -n"
-            return NotFoundError(Problem(f"namespace {name}", "does not exist", "", remedy))
-        remedy = "evergrad list -A shows all runs"
-        return NotFoundError(Problem(what, "does not exist", "", remedy))
-
+        return _not_found(answer, message, what)
     # Errors of the request: authentication, permissions, and conflicts with other writers.
     if status == ResponseStatus.UNAUTHORIZED:
         remedy = (
@@ -82,6 +70,21 @@ def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
         for cause in _causes(answer)
     ]
     return RefusedError(*problems or [Problem(what, refusal, message)], status=status)
+
+
+def _not_found(answer: Mapping[str, Any], message: str, what: str) -> NotFoundError:
+    """Return the error for a kind, a namespace or an object that the server does not have."""
+    details = answer.get("details")
+    if not isinstance(details, Mapping) or not details.get("name"):
+        is_ours = "trainingrun" in what
+        unknown = Problem(what, "is not known to this cluster", message)
+        return NotFoundError(NO_CRD if is_ours else unknown, is_kind_unknown=True)
+    if details.get("kind") == "namespaces":
+        name = details["name"]
+        remedy = f"Create it (kubectl create namespace {name}), or name another with -n"
+        return NotFoundError(Problem(f"namespace {name}", "does not exist", "", remedy))
+    remedy = "evergrad list -A shows all runs"
+    return NotFoundError(Problem(what, "does not exist", "", remedy))
 
 
 def _forbidden(what: str, message: str, causes: Sequence[Mapping[str, Any]]) -> Problem:

@@ -85,36 +85,53 @@ def render(found: Sequence[Check]) -> list[str]:
 
 def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> list[Check]:
     """Run all checks. Raises UnreachableError if not even the version can be read."""
-    # Check from the outside in, so that the first failure is the cause of the failures after it. The cluster
-    # comes first.
-    namespace = cluster.namespace
+    # Check from the outside in, so that the first failure is the cause of the failures after it: first the
+    # cluster, then the installation, the user's namespace, and last the machines.
     found = [checks.check_version(cluster.get("/version", what="version"), cluster.host)]
+    crd, is_served = _check_crd(cluster)
+    found.append(crd)
+    within = "" if operator_namespace is None else f"/namespaces/{operator_namespace}"
+    deployments = _list(cluster, f"/apis/apps/v1{within}/deployments", _OPERATOR)
+    found.append(checks.check_operator(deployments, __version__))
+    if deployments:
+        found.append(_check_lease(cluster, deployments, now))
+    found.append(_check_webhook(cluster, now))
+    found += _examine_namespace(cluster, deployments or (), is_served=is_served)
+    found += _examine_machines(cluster)
+    return found
 
-    # Then the installation. Discovery shows whether the API server serves TrainingRuns even if the user may
-    # not read the CRD.
+
+def _check_crd(cluster: Cluster) -> tuple[Check, bool]:
+    """Return the check, and whether the API server serves TrainingRuns."""
+    # Discovery shows whether the API server serves TrainingRuns even if the user may not read the CRD.
     path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{checks.CRD_NAME}"
     raw, may_read = _read(lambda: cluster.get(path, what=f"crd {checks.CRD_NAME}"))
     group = f"/apis/{API_GROUP}/{checks.VERSION}"
     served, _ = _read(lambda: cluster.get(group, what="API group"))
     resources = (served or {}).get("resources") or ()
     is_served = any(one.get("name") == "trainingruns" for one in resources)
-    found.append(checks.check_crd(raw, is_served=is_served, may_read=may_read))
-    within = "" if operator_namespace is None else f"/namespaces/{operator_namespace}"
-    deployments = _list(cluster, f"/apis/apps/v1{within}/deployments", _OPERATOR)
-    found.append(checks.check_operator(deployments, __version__))
-    if deployments:
-        # The chart gives the lease the Deployment's name. Other operators have leases in this namespace, too.
-        place = deployments[0]["metadata"]["namespace"]
-        names = {one["metadata"]["name"] for one in deployments}
-        leases = _list(cluster, f"/apis/coordination.k8s.io/v1/namespaces/{place}/leases")
-        if leases is not None:
-            leases = [one for one in leases if one["metadata"]["name"] in names]
-        found.append(checks.check_lease(leases, now=now))
-    found.append(_check_webhook(cluster, now))
+    return checks.check_crd(raw, is_served=is_served, may_read=may_read), is_served
 
-    # Then this user, and the namespace in which runs are created.
+
+def _check_lease(
+    cluster: Cluster, deployments: Sequence[Mapping[str, Any]], now: float
+) -> Check:
+    # The chart gives the lease the Deployment's name. Other operators have leases in this namespace, too.
+    place = deployments[0]["metadata"]["namespace"]
+    names = {one["metadata"]["name"] for one in deployments}
+    leases = _list(cluster, f"/apis/coordination.k8s.io/v1/namespaces/{place}/leases")
+    if leases is not None:
+        leases = [one for one in leases if one["metadata"]["name"] in names]
+    return checks.check_lease(leases, now=now)
+
+
+def _examine_namespace(
+    cluster: Cluster, deployments: Sequence[Mapping[str, Any]], *, is_served: bool
+) -> list[Check]:
+    """Check what this user and a run may do in the namespace in which runs are created."""
+    namespace = cluster.namespace
     rights = {right: _may(cluster, right, namespace) for right in checks.RIGHTS}
-    found.append(checks.check_rights(rights, namespace))
+    found = [checks.check_rights(rights, namespace)]
     raw, may_read = _read(
         lambda: cluster.get(
             core_path("namespaces", None, namespace), what=f"namespace {namespace}"
@@ -125,7 +142,7 @@ def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> 
         checks.check_storage(_list(cluster, "/apis/storage.k8s.io/v1/storageclasses"))
     )
     ranges = _list(cluster, core_path("limitranges", namespace))
-    found.append(checks.check_limits(ranges, _read_coordinator_limits(deployments or ())))
+    found.append(checks.check_limits(ranges, _read_coordinator_limits(deployments)))
     found.append(
         check_claims(
             _list(cluster, runs_path(namespace)),
@@ -147,9 +164,12 @@ def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> 
             )
         )
     )
+    return found
 
-    # Then the machines, and other parts of the cluster that a run can use.
-    found.append(checks.check_nodes(_list(cluster, core_path("nodes"))))
+
+def _examine_machines(cluster: Cluster) -> list[Check]:
+    """Check the machines, and other parts of the cluster that a run can use."""
+    found = [checks.check_nodes(_list(cluster, core_path("nodes")))]
     groups = cluster.get("/apis", what="API groups").get("groups") or ()
     found += checks.check_groups({str(group.get("name")) for group in groups})
     # List the images although they cannot be checked, so that a result without failures does not seem to

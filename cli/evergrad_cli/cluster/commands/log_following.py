@@ -22,6 +22,7 @@ from evergrad_cli.cluster.render.runs import (
     LABEL_RUN,
     NODE,
     Pod,
+    Run,
     newest_of_each,
     parse_pods,
 )
@@ -231,6 +232,8 @@ class LogFollower:
         self._leader: int | None = None
         self._leader_missed = 0.0
         self._remarked = ""
+        self._patience = WaitLimits()
+        self._has_looked = False
 
     def follow(self) -> WaitOutcome | None:
         """Return when the run has ended and all its output is shown, or when the run is deleted.
@@ -238,42 +241,15 @@ class LogFollower:
         If the run has no pods and waits for the user, return the outcome of the wait. Raises BrokenPipeError
         if the reader of the output has closed the pipe.
         """
-        patience, stalls, is_seen = WaitLimits(), StallWatch(), False
+        stalls = StallWatch()
         stall: WaitOutcome | None = None
         while True:
-            # If the run or the cluster is missing at the first look, the user made a mistake. Later, it is an
-            # outage.
-            try:
-                run = read_run(self._cluster, self._name)
-                pods = list_pods(self._cluster, self._name)
-            except (NotFoundError, RefusedError, UnreachableError) as error:
-                if not is_seen:
-                    raise
-                if patience.outlasts(error):
-                    patience.after(error)
-                    continue
-                if not isinstance(error, NotFoundError) or error.is_kind_unknown:
-                    raise
+            seen = self._look()
+            if seen is None:
                 self._remark("The run was deleted.")
                 break
-            patience.is_well()
-            is_seen = True
-
-            # Start a thread for each pod with output, including the attempts that replace it later.
-            wanted = [pod for pod in pods if self._selection.is_wanted(pod)]
-            if self._selection == Selection():
-                wanted = self._of_leader(wanted)
-            for pod in wanted:
-                if pod.has_started and pod.name not in self._threads:
-                    # A daemon thread, so that a stream that hangs does not keep the command from ending.
-                    thread = threading.Thread(
-                        target=self._read,
-                        args=(pod,),
-                        name=f"output of {pod.name}",
-                        daemon=True,
-                    )
-                    self._threads[pod.name] = thread
-                    thread.start()
+            run, pods = seen
+            self._start_readers(pods)
             if run.is_over:
                 break
             # If the run has a pod, output may follow, even if the run waits for the user.
@@ -296,6 +272,46 @@ class LogFollower:
         if self._is_pipe_broken.is_set():
             raise BrokenPipeError
         return stall
+
+    def _look(self) -> tuple[Run, list[Pod]] | None:
+        """Return the run and its pods, or None if the run was deleted. Wait during an outage."""
+        while True:
+            try:
+                seen = (
+                    read_run(self._cluster, self._name),
+                    list_pods(self._cluster, self._name),
+                )
+            except (NotFoundError, RefusedError, UnreachableError) as error:
+                # If the run or the cluster is missing at the first look, the user made a mistake. Later, it
+                # is an outage.
+                if not self._has_looked:
+                    raise
+                if self._patience.outlasts(error):
+                    self._patience.after(error)
+                    continue
+                if not isinstance(error, NotFoundError) or error.is_kind_unknown:
+                    raise
+                return None
+            self._patience.is_well()
+            self._has_looked = True
+            return seen
+
+    def _start_readers(self, pods: list[Pod]) -> None:
+        """Start a thread for each pod with output, including the attempts that replace it later."""
+        wanted = [pod for pod in pods if self._selection.is_wanted(pod)]
+        if self._selection == Selection():
+            wanted = self._of_leader(wanted)
+        for pod in wanted:
+            if pod.has_started and pod.name not in self._threads:
+                # A daemon thread, so that a stream that hangs does not keep the command from ending.
+                thread = threading.Thread(
+                    target=self._read,
+                    args=(pod,),
+                    name=f"output of {pod.name}",
+                    daemon=True,
+                )
+                self._threads[pod.name] = thread
+                thread.start()
 
     def _of_leader(self, pods: Sequence[Pod]) -> list[Pod]:
         """Return the pods of one node: the lowest existing node, even before it has started, or another node

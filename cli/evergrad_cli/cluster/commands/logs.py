@@ -26,6 +26,7 @@ from evergrad_cli.cluster.commands.log_following import (
     show_line,
 )
 from evergrad_cli.cluster.commands.waiting import Goal, judge, read_run
+from evergrad_cli.cluster.render.runs import Run
 from evergrad_common.contract import ExitCode
 from evergrad_manifest.errors import Problem
 
@@ -131,21 +132,8 @@ def _show_once(
     pods = list_pods(cluster, args.name)
     chosen = choose(pods, selection, is_previous=args.previous)
 
-    # There is no pod to read. The reason is in the arguments, in the phase of the run, or in pods that no
-    # longer exist.
     if not chosen:
-        status = f"evergrad status {args.name}{given_place(args)}"
-        where, what, why = f"trainingrun {args.name}", "has no pods", f"it is {run.phase}"
-        remedy = "What it printed earlier is on its volume, in logs/"
-        if args.previous:
-            what, why = "has no earlier attempt whose pod still exists", ""
-            remedy = "Older output is on its volume, in logs/"
-        elif args.node is not None and pods:
-            where, what, why = "--node", f"there is no pod of node {args.node}", ""
-            remedy = f"See the existing nodes: {status}"
-        elif run.phase in ("Pending", "Preparing", "Starting", "Waiting"):
-            what, remedy = "has no pods yet", f"See why: {status}"
-        raise ClusterInputError(Problem(where, what, why, remedy))
+        raise ClusterInputError(_explain_no_pod(run, args, has_pods=bool(pods)))
 
     # Show one pod after the other, so that their lines do not mix.
     newest = {pod.name for pod in choose(pods, Selection(None, True, args.coordinator))}
@@ -174,3 +162,22 @@ def _show_once(
     for failure in failures:
         note(f"warning: {failure}")
     return int(ExitCode.DONE)
+
+
+def _explain_no_pod(run: Run, args: argparse.Namespace, *, has_pods: bool) -> Problem:
+    """Return why there is no pod to read.
+
+    The reason is in the arguments, in the phase of the run, or in pods that no longer exist.
+    """
+    status = f"evergrad status {args.name}{given_place(args)}"
+    where, what, why = f"trainingrun {args.name}", "has no pods", f"it is {run.phase}"
+    remedy = "What it printed earlier is on its volume, in logs/"
+    if args.previous:
+        what, why = "has no earlier attempt whose pod still exists", ""
+        remedy = "Older output is on its volume, in logs/"
+    elif args.node is not None and has_pods:
+        where, what, why = "--node", f"there is no pod of node {args.node}", ""
+        remedy = f"See the existing nodes: {status}"
+    elif run.phase in ("Pending", "Preparing", "Starting", "Waiting"):
+        what, remedy = "has no pods yet", f"See why: {status}"
+    return Problem(where, what, why, remedy)

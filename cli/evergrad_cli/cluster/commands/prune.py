@@ -82,26 +82,33 @@ def execute(args: argparse.Namespace) -> int:
             Problem("--keep", f"{args.keep} is below 1", why, "Use 1 or more")
         )
     if args.directory is not None:
-        runs = find_runs(args.directory)
-        if not runs:
-            raise ClusterInputError(
-                Problem(
-                    str(args.directory),
-                    "holds no run",
-                    "there is no run.json in it, or in a folder of it",
-                    "Name a run directory, or the folder of several",
-                )
-            )
-        # A run next to this folder may have started from a checkpoint in this folder.
-        around = {*runs, *find_runs(args.directory.resolve().parent)}
-        now = time.time()
-        found = [
-            one
-            for run in runs
-            for one in find_leftovers(run, keep=args.keep, now=now, neighbours=around)
-        ]
-        return _finish(args, found, lambda one: remove(Path(one.name)))
+        return _prune_directory(args)
+    return _prune_cluster(args)
 
+
+def _prune_directory(args: argparse.Namespace) -> int:
+    runs = find_runs(args.directory)
+    if not runs:
+        raise ClusterInputError(
+            Problem(
+                str(args.directory),
+                "holds no run",
+                "there is no run.json in it, or in a folder of it",
+                "Name a run directory, or the folder of several",
+            )
+        )
+    # A run next to this folder may have started from a checkpoint in this folder.
+    around = {*runs, *find_runs(args.directory.resolve().parent)}
+    now = time.time()
+    found = [
+        one
+        for run in runs
+        for one in find_leftovers(run, keep=args.keep, now=now, neighbours=around)
+    ]
+    return _finish(args, found, lambda one: remove(Path(one.name)))
+
+
+def _prune_cluster(args: argparse.Namespace) -> int:
     with connect(args) as cluster:
         found = _look_at_cluster(
             cluster, None if args.all_namespaces else cluster.namespace, args.older_than

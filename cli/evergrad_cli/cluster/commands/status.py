@@ -27,6 +27,7 @@ from evergrad_cli.cluster.render.runs import (
     Pod,
     Run,
     RunEvent,
+    RunFailure,
     newest_of_each,
     parse_events,
     parse_pods,
@@ -217,39 +218,46 @@ def render(
     lines += _section("Conditions", table(head, rows) if rows else [])
     lines += _section("Pods", _pods(facts, now))
 
-    # Show the root cause with its whole message: a table would cut its lines, and a traceback has many.
-    if (failure := run.last_failure) is not None:
-        where = (
-            ("node", failure.node),
-            ("rank", failure.rank),
-            ("step", failure.step),
-            ("exit code", failure.exit_code),
-        )
-        told = ", ".join(f"{label} {value}" for label, value in where if value is not None)
-        when = "" if failure.at is None else f", {age(now - failure.at)} ago"
-        cause = (
-            f"  {printable(failure.cause or 'unknown')}{f': {told}' if told else ''}{when}"
-        )
-        text = [f"    {line}" for line in printable_lines(failure.message)]
-        lines += _section("Last failure", [cause, *text])
-
+    if run.last_failure is not None:
+        lines += _section("Last failure", _describe_failure(run.last_failure, now))
     # Show the newest events last, next to the prompt.
-    if num_events > 0 and "events" in facts.unknown:
-        lines += _section("Events", ["  unknown: this user may not list events"])
-    elif num_events > 0:
-        shown = []
-        for event in facts.events[-num_events:]:
-            seen = age(None if event.at is None else now - event.at)
-            seen += f" (x{event.count})" if event.count > 1 else ""
-            shown.append(("", seen, event.type, event.reason, event.object, event.message))
-        head = ("", "AGE", "TYPE", "REASON", "OBJECT", "MESSAGE")
-        lines += _section("Events", table(head, shown) if shown else [])
+    if num_events > 0:
+        lines += _section("Events", _list_events(facts, now, num_events))
     next_lines = advise(run, facts.pods, now=now, place=facts.place)
     return [*lines, *_section("Next", [f"  {printable(line)}" for line in next_lines])]
 
 
 def _section(title: str, lines: Sequence[str]) -> list[str]:
     return ["", f"{title}:", *lines] if lines else []
+
+
+def _describe_failure(failure: RunFailure, now: float) -> list[str]:
+    """Return the root cause with its whole message.
+
+    A table would cut its lines, and a traceback has many.
+    """
+    where = (
+        ("node", failure.node),
+        ("rank", failure.rank),
+        ("step", failure.step),
+        ("exit code", failure.exit_code),
+    )
+    told = ", ".join(f"{label} {value}" for label, value in where if value is not None)
+    when = "" if failure.at is None else f", {age(now - failure.at)} ago"
+    cause = f"  {printable(failure.cause or 'unknown')}{f': {told}' if told else ''}{when}"
+    return [cause, *(f"    {line}" for line in printable_lines(failure.message))]
+
+
+def _list_events(facts: StatusFacts, now: float, num_events: int) -> list[str]:
+    if "events" in facts.unknown:
+        return ["  unknown: this user may not list events"]
+    shown = []
+    for event in facts.events[-num_events:]:
+        seen = age(None if event.at is None else now - event.at)
+        seen += f" (x{event.count})" if event.count > 1 else ""
+        shown.append(("", seen, event.type, event.reason, event.object, event.message))
+    head = ("", "AGE", "TYPE", "REASON", "OBJECT", "MESSAGE")
+    return table(head, shown) if shown else []
 
 
 def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:

@@ -24,7 +24,12 @@ from evergrad_cli.cluster.client.arguments import (
 )
 from evergrad_cli.cluster.client.errors import RefusedError
 from evergrad_cli.cluster.commands.placement import placement_problems, placement_warnings
-from evergrad_cli.cluster.commands.waiting import Goal, describe_change, wait_for
+from evergrad_cli.cluster.commands.waiting import (
+    Goal,
+    WaitOutcome,
+    describe_change,
+    wait_for,
+)
 from evergrad_cli.cluster.render.runs import Run, parse_run
 from evergrad_common.contract import ExitCode
 from evergrad_manifest.envelope import TrainingRun
@@ -88,35 +93,12 @@ def execute(args: argparse.Namespace) -> int:
         text = f"trainingrun/{name} {result}{' (dry run of the cluster)' if args.dry_run else ''}"
         if not args.json:
             say(text)
-            # An apply succeeds in every state of the run. Print the actions that the apply alone does not
-            # cause.
-            if run.is_true("Complete"):
-                note(
-                    "It is complete already and never trains again. See it: "
-                    f"evergrad status {name}{place}"
-                )
-            elif run.has_failed:
-                note(
-                    f"It has failed. See why: evergrad status {name}{place}; try again: "
-                    f"evergrad restart {name}{place}"
-                )
-            elif run.wants_suspension:
-                note(f"It is suspended. To let it train: evergrad resume {name}{place}")
-            elif result == "created":
-                note(f"Follow it: evergrad logs {name} -f{place}")
+            _suggest_next(run, place, is_new=result == "created")
 
         # With ``--wait``, return the outcome of the run. A dry run has no outcome.
         code = int(ExitCode.DONE)
         if (args.wait or args.watch) and not args.dry_run:
-            teller = ChangeTeller()
-            is_told = args.watch and not args.json
-            outcome, _ = wait_for(
-                cluster,
-                name,
-                Goal.COMPLETE,
-                timeout=args.timeout,
-                on_change=teller.tell if is_told else lambda run: None,
-            )
+            outcome = _wait(cluster, name, args)
             code, text = int(outcome.exit_code or 0), f"trainingrun/{name} {outcome.text}"
             if not args.json:
                 (say if code == 0 else note)(text)
@@ -129,6 +111,39 @@ def execute(args: argparse.Namespace) -> int:
         }
         say_json({**facts, "generation": run.generation, "exitCode": code, "message": text})
     return code
+
+
+def _suggest_next(run: Run, place: str, *, is_new: bool) -> None:
+    """Print the action that the apply alone does not cause: an apply succeeds in every state of the run."""
+    name = run.name
+    if run.is_true("Complete"):
+        note(
+            "It is complete already and never trains again. See it: "
+            f"evergrad status {name}{place}"
+        )
+    elif run.has_failed:
+        note(
+            f"It has failed. See why: evergrad status {name}{place}; try again: "
+            f"evergrad restart {name}{place}"
+        )
+    elif run.wants_suspension:
+        note(f"It is suspended. To let it train: evergrad resume {name}{place}")
+    elif is_new:
+        note(f"Follow it: evergrad logs {name} -f{place}")
+
+
+def _wait(cluster: Cluster, name: str, args: argparse.Namespace) -> WaitOutcome:
+    """Wait until the run is complete or cannot be, and print its changes with ``--watch``."""
+    teller = ChangeTeller()
+    is_told = args.watch and not args.json
+    outcome, _ = wait_for(
+        cluster,
+        name,
+        Goal.COMPLETE,
+        timeout=args.timeout,
+        on_change=teller.tell if is_told else lambda run: None,
+    )
+    return outcome
 
 
 def _read_file(args: argparse.Namespace) -> LoadedManifest:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from evergrad_cli.cluster.client.api_client import connect, runs_path
+from evergrad_cli.cluster.client.api_client import Cluster, connect, runs_path
 from evergrad_cli.cluster.client.arguments import (
     add_all_namespaces,
     add_cluster_arguments,
@@ -63,41 +63,16 @@ def execute(args: argparse.Namespace) -> int:
             for raw in cluster.items(runs_path(namespace), what="trainingruns")
         ]
 
-        # Usage is optional: without it, show the table of the runs with the reason.
-        usage: Mapping[tuple[str, str], ResourceUsage] | None = None
-        reason = ""
-        within = f"/namespaces/{namespace}" if namespace is not None else ""
-        path, query = f"{_METRICS}{within}/pods", {"labelSelector": LABEL_RUN}
-        try:
-            usage = parse_usage(cluster.items(path, what="pod metrics", query=query))
-        except NotFoundError:
-            reason = "this cluster has no metrics API (metrics-server is not installed)"
-        except RefusedError:
-            reason = "this user may not read pod metrics"
-        except UnreachableError:
-            reason = "the metrics API does not answer"
+        usage, reason = _read_usage(cluster, namespace)
 
     # A run that has ended or is suspended uses nothing.
     if not args.all:
         runs = [run for run in runs if not run.is_over and run.phase != "Suspended"]
     runs = order(runs, usage or {}, by=args.sort)
-    # Scripts get numbers without units, and null for unknown values.
     if args.json:
-        rows = []
-        for run in runs:
-            used = (usage or {}).get((run.namespace, run.name))
-            rows.append(
-                {
-                    "name": run.name,
-                    "namespace": run.namespace,
-                    "phase": run.phase,
-                    "nodes": run.nodes or None,
-                    "tokensPerSecond": parse_short_count(run.tokens_per_second or None),
-                    "pods": used.num_pods if used else None,
-                    "cpuCores": round(used.cores, 3) if used else None,
-                    "memoryBytes": round(used.memory_bytes) if used else None,
-                }
-            )
+        rows = [
+            _build_row(run, (usage or {}).get((run.namespace, run.name))) for run in runs
+        ]
         say_json({"runs": rows, "metricsAvailable": usage is not None})
         return int(ExitCode.DONE)
     if not runs:
@@ -108,6 +83,39 @@ def execute(args: argparse.Namespace) -> int:
     if usage is None:
         note(f"CPU and memory are unknown: {reason}")
     return int(ExitCode.DONE)
+
+
+def _read_usage(
+    cluster: Cluster, namespace: str | None
+) -> tuple[Mapping[tuple[str, str], ResourceUsage] | None, str]:
+    """Return the usage of each run, or None with the reason.
+
+    The table of the runs is shown without it, too.
+    """
+    within = f"/namespaces/{namespace}" if namespace is not None else ""
+    path, query = f"{_METRICS}{within}/pods", {"labelSelector": LABEL_RUN}
+    try:
+        return parse_usage(cluster.items(path, what="pod metrics", query=query)), ""
+    except NotFoundError:
+        return None, "this cluster has no metrics API (metrics-server is not installed)"
+    except RefusedError:
+        return None, "this user may not read pod metrics"
+    except UnreachableError:
+        return None, "the metrics API does not answer"
+
+
+def _build_row(run: Run, used: ResourceUsage | None) -> dict[str, Any]:
+    """Return a run for scripts: numbers without units, and null for unknown values."""
+    return {
+        "name": run.name,
+        "namespace": run.namespace,
+        "phase": run.phase,
+        "nodes": run.nodes or None,
+        "tokensPerSecond": parse_short_count(run.tokens_per_second or None),
+        "pods": used.num_pods if used else None,
+        "cpuCores": round(used.cores, 3) if used else None,
+        "memoryBytes": round(used.memory_bytes) if used else None,
+    }
 
 
 def parse_usage(raw: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], ResourceUsage]:

@@ -98,17 +98,41 @@ def renew(
 
     # Keep only the newest old authority. No certificate of an earlier authority is still served.
     if key is None or not is_trusted:
-        key = ec.generate_private_key(ec.SECP256R1())
-        # Use a new name each time, so that clients do not confuse two authorities.
-        text = f"evergrad-webhook-ca-{now:%Y%m%d%H%M%S}"
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
-        # The authority may sign server certificates, but no further authorities.
-        constraints = x509.BasicConstraints(ca=True, path_length=0)
-        builder = _builder(name, name, key, now, days=AUTHORITY_DAYS)
-        builder = builder.add_extension(constraints, critical=True)
-        builder = builder.add_extension(_SIGNS_CERTIFICATES, critical=True)
-        authorities = [builder.sign(key, hashes.SHA256()), *authorities[:1]]
+        key, authority = _create_authority(now)
+        authorities = [authority, *authorities[:1]]
 
+    serving_key, certificate = _create_certificate(names, authorities[0], key, now)
+    return Bundle(
+        authority=b"".join(_pem(one) for one in authorities),
+        authority_key=_private_pem(key),
+        certificate=_pem(certificate),
+        key=_private_pem(serving_key),
+    )
+
+
+def _create_authority(
+    now: datetime,
+) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    """Return a new authority and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    # Use a new name each time, so that clients do not confuse two authorities.
+    text = f"evergrad-webhook-ca-{now:%Y%m%d%H%M%S}"
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+    # The authority may sign server certificates, but no further authorities.
+    constraints = x509.BasicConstraints(ca=True, path_length=0)
+    builder = _builder(name, name, key, now, days=AUTHORITY_DAYS)
+    builder = builder.add_extension(constraints, critical=True)
+    builder = builder.add_extension(_SIGNS_CERTIFICATES, critical=True)
+    return key, builder.sign(key, hashes.SHA256())
+
+
+def _create_certificate(
+    names: Sequence[str],
+    authority: x509.Certificate,
+    authority_key: CertificateIssuerPrivateKeyTypes,
+    now: datetime,
+) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    """Return a new serving certificate for ``names`` and its key."""
     # Create a new key with each certificate, so that a leaked key becomes useless with its certificate.
     serving_key = ec.generate_private_key(ec.SECP256R1())
     # In X.509, a common name has at most 64 characters. Clients compare the complete alternative names.
@@ -116,19 +140,13 @@ def renew(
     alternatives = [x509.DNSName(name) for name in names]
     constraints = x509.BasicConstraints(ca=False, path_length=None)
     usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
-    builder = _builder(subject, authorities[0].subject, serving_key, now, days=SERVING_DAYS)
+    builder = _builder(subject, authority.subject, serving_key, now, days=SERVING_DAYS)
     builder = builder.add_extension(constraints, critical=True)
     builder = builder.add_extension(
         x509.SubjectAlternativeName(alternatives), critical=False
     )
     builder = builder.add_extension(usage, critical=False)
-    certificate = builder.sign(key, hashes.SHA256())
-    return Bundle(
-        authority=b"".join(_pem(one) for one in authorities),
-        authority_key=_private_pem(key),
-        certificate=_pem(certificate),
-        key=_private_pem(serving_key),
-    )
+    return serving_key, builder.sign(authority_key, hashes.SHA256())
 
 
 def _read_authority(

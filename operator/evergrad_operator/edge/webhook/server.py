@@ -232,38 +232,48 @@ class Webhook:
         """
         from evergrad_operator.edge.webhook import certificates
 
-        settings = self._settings
-        new = certificates.renew(bundle, settings.names, now=certificates.utc_now())
+        new = certificates.renew(bundle, self._settings.names, now=certificates.utc_now())
         if new is not None:
-            body: dict[str, Any] = {
-                "apiVersion": SECRET.version,
-                "kind": SECRET.kind,
-                "metadata": {
-                    "name": settings.secret,
-                    "namespace": settings.namespace,
-                    "labels": {LABEL_MANAGED_BY: MANAGED_BY},
-                },
-                "type": "Opaque",
-                "data": certificates.write_bundle(new),
-            }
-            if raw is None:
-                await self._store.create(body, is_brief=True)
-            else:
-                # Send the resource version that was read, so that the API server compares it. Keep the type,
-                # which is immutable: a Secret of cert-manager has the type kubernetes.io/tls.
-                body["metadata"] |= raw["metadata"]
-                body["metadata"].pop("managedFields", None)
-                body["type"] = raw.get("type") or body["type"]
-                await self._store.replace(body)
-            name = f"{settings.namespace}/{settings.secret}"
-            log.info("made the webhook's certificate, Secret %s", name)
-
+            await self._store_bundle(raw, certificates.write_bundle(new))
         # Register at each look, not only after a renewal, because an earlier registration may have failed.
-        # Apply only this one field: the chart's other fields stay unchanged, and Helm does not reset it.
         kept = new or bundle
-        if kept is None:
-            return None
-        wanted = base64.b64encode(kept.authority).decode()
+        if kept is not None:
+            await self._register(kept.authority)
+        return kept
+
+    async def _store_bundle(self, raw: Raw | None, data: Mapping[str, str]) -> None:
+        """Write the certificate's Secret. ``raw``: the Secret as it was read, or None."""
+        settings = self._settings
+        body: dict[str, Any] = {
+            "apiVersion": SECRET.version,
+            "kind": SECRET.kind,
+            "metadata": {
+                "name": settings.secret,
+                "namespace": settings.namespace,
+                "labels": {LABEL_MANAGED_BY: MANAGED_BY},
+            },
+            "type": "Opaque",
+            "data": data,
+        }
+        if raw is None:
+            await self._store.create(body, is_brief=True)
+        else:
+            # Send the resource version that was read, so that the API server compares it. Keep the type,
+            # which is immutable: a Secret of cert-manager has the type kubernetes.io/tls.
+            body["metadata"] |= raw["metadata"]
+            body["metadata"].pop("managedFields", None)
+            body["type"] = raw.get("type") or body["type"]
+            await self._store.replace(body)
+        name = f"{settings.namespace}/{settings.secret}"
+        log.info("made the webhook's certificate, Secret %s", name)
+
+    async def _register(self, authority: bytes) -> None:
+        """Register the authority in the webhook's configurations.
+
+        Only this one field is applied: the chart's other fields stay unchanged, and Helm does not reset it.
+        """
+        settings = self._settings
+        wanted = base64.b64encode(authority).decode()
         for kind in (WEBHOOK, EARLY_WEBHOOK) if settings.is_early else (WEBHOOK,):
             configuration = await self._store.get(kind, "", settings.configuration)
             if configuration is None:
@@ -283,7 +293,6 @@ class Webhook:
                     ],
                 }
                 await self._store.apply(body, manager=FIELD_MANAGER, is_brief=True)
-        return kept
 
     # ---- the server ----------------------------------------------------------------------------------------
 

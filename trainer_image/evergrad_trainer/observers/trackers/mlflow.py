@@ -71,35 +71,10 @@ class MLflow:
         # Without a URL, the library uses its own environment variable.
         self._client: Any = tracking.MlflowClient(tracking_uri=uri)
 
-        name = settings.project or DEFAULT_PROJECT
-        experiment = self._client.get_experiment_by_name(name)
-        if experiment is not None:
-            number = experiment.experiment_id
-        else:
-            number = self._client.create_experiment(name, artifact_location=place)
-        found = self._client.search_runs([number], f"tags.`{_TAG}` = '{run.run_id}'")
-        if found:
-            self.own_id = found[0].info.run_id
-            self._client.update_run(self.own_id, status="RUNNING")
-        else:
-            # Create the run with its tag, so that a kill leaves no run that later starts cannot find.
-            own = {f"tag.{tag}": tag for tag in settings.tags}
-            tags = {shown: own[name] for name, shown in find_names(own, {}).items()}
-            made = self._client.create_run(
-                number, tags={_TAG: run.run_id, **tags}, run_name=run.title
-            )
-            self.own_id = made.info.run_id
+        self.own_id = self._open_run(run, place)
         data = self._client.get_run(self.own_id).data
 
-        # Also for an existing run, which may lack parameters after a kill or a refused name. Existing
-        # parameters stay, because MLflow refuses to change a value.
-        params = [
-            entities.Param(name, text)
-            for name, text in parameters_of(run.facts).items()
-            if name not in data.params
-        ]
-        for first in range(0, len(params), 100):
-            self._client.log_batch(self.own_id, params=params[first : first + 100])
+        self._log_parameters(run, entities, data.params)
 
         # Find the rows that it already shows, so that no row is sent twice.
         self._names = read_names(data.metrics, data.tags)
@@ -111,6 +86,42 @@ class MLflow:
         step = self._newest(_IN_EVERY_STEP) if _IN_EVERY_STEP in data.metrics else 0
         self.shown = Shown(step, evaluations)
         self._waiting: list[Any] = []
+
+    def _open_run(self, run: TrackedRun, place: str | None) -> str:
+        """Return the id of the run, which is created if no earlier start has created it.
+
+        ``place``: the folder of its artifacts; None: the server chooses it.
+        """
+        settings = run.settings
+        name = settings.project or DEFAULT_PROJECT
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None:
+            number = experiment.experiment_id
+        else:
+            number = self._client.create_experiment(name, artifact_location=place)
+        found = self._client.search_runs([number], f"tags.`{_TAG}` = '{run.run_id}'")
+        if found:
+            own_id = str(found[0].info.run_id)
+            self._client.update_run(own_id, status="RUNNING")
+            return own_id
+        # Create the run with its tag, so that a kill leaves no run that later starts cannot find.
+        own = {f"tag.{tag}": tag for tag in settings.tags}
+        tags = {shown: own[name] for name, shown in find_names(own, {}).items()}
+        made = self._client.create_run(
+            number, tags={_TAG: run.run_id, **tags}, run_name=run.title
+        )
+        return str(made.info.run_id)
+
+    def _log_parameters(self, run: TrackedRun, entities: Any, known: Any) -> None:
+        # Also for an existing run, which may lack parameters after a kill or a refused name. Existing
+        # parameters stay, because MLflow refuses to change a value.
+        params = [
+            entities.Param(name, text)
+            for name, text in parameters_of(run.facts).items()
+            if name not in known
+        ]
+        for first in range(0, len(params), 100):
+            self._client.log_batch(self.own_id, params=params[first : first + 100])
 
     def write(self, step: int, time: float, values: Values) -> None:
         # Store changed names before their values, so that a later process can always map them back.
