@@ -22,7 +22,7 @@ class Preparation(Section):
 
 
 class CheckpointEvaluation(Section):
-    """Evaluation of each checkpoint in a pod of its own, beside the nodes and after them."""
+    """Evaluation of each checkpoint in a separate pod, during the training and after it."""
 
     resources: Resources = Resources()
     """Resources of the pod, which runs one process."""

@@ -66,7 +66,7 @@ def test_a_corpus_is_identified_by_its_snapshot_and_the_content_of_its_files(
             first_file(sha256=None),
             "files[0].sha256: is missing; what was trained on is known",
         ),
-        (first_file(sha256="md5:1"), "files[0].sha256: is no SHA-256"),
+        (first_file(sha256="md5:1"), "files[0].sha256: is not a SHA-256"),
         (first_file(sha256="0" * 64), "has the SHA-256"),
         (first_file(size_bytes=1), "bytes; "),
         (first_file(records=True), "files[0].records: is no count"),
@@ -318,8 +318,8 @@ def test_tables_may_be_parquet_files_and_clinical_tables_have_their_significance
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"pos": "5"}, "is no edit"),
-        ({"pos": True}, "is no edit"),
+        ({"pos": "5"}, "is not an edit"),
+        ({"pos": True}, "is not an edit"),
         ({"alt": "A"}, "reference and alternate are equal"),
         ({"ref": "R"}, "reference is no text of A, C, G and T"),
         ({"clinical_significance": None}, "clinical_significance is 'None'"),

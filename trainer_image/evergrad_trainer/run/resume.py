@@ -194,7 +194,7 @@ def _check_kind(before: TrainingRun, run: TrainingRun, where: str) -> None:
             Problem(
                 f"spec.{now}",
                 f"this manifest has {now}, but the run in {where} began with {began}",
-                "neither can go on with what the other saved",
+                "neither can continue from what the other saved",
                 f"Set {began} again, or give this run a name of its own",
             )
         )

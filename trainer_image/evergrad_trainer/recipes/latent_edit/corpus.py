@@ -242,7 +242,7 @@ def _compare(entry: Mapping[str, Any], path: Path, where: str) -> Problem | None
     match = _HASH.fullmatch(claimed) if isinstance(claimed, str) else None
     if match is None:
         why = "what was trained on is known by its content"
-        what = "is missing" if claimed is None else "is no SHA-256"
+        what = "is missing" if claimed is None else "is not a SHA-256"
         return Problem(
             f"{where}.sha256", what, why, "Write its 64 hex digits, as sha256sum does"
         )
