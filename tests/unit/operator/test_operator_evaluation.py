@@ -284,7 +284,7 @@ def test_a_failed_evaluation_waits_before_its_next_pod(simulation: Simulation) -
         simulation.settle()
     assert "run-evaluate-2-2" not in simulation.pods("evaluation")
     assert shown(simulation)["state"] == "Waiting"
-    assert "the next pod comes at" in shown(simulation)["message"]
+    assert "the next pod is created at" in shown(simulation)["message"]
     assert "Traceback" in shown(simulation)["message"]
     simulation.now += 60
     simulation.settle()

@@ -140,7 +140,7 @@ def _decide(context: ReconcileContext) -> Decision:
         if context.run.is_orphaning:
             text = (
                 "the run is being deleted without its children (--cascade=orphan); its pods keep running, "
-                "and no operator looks after them"
+                "and no operator manages them"
             )
         return context.hold(Phase.RUNNING, Reason.DELETING, text)
     if finish is not None:
@@ -348,7 +348,7 @@ def _describe(
         text = f"{context.ready} of {context.run.spec.nodes.largest} nodes train"
         if scale.coordinator_attempt is not None:
             reason = Reason.COORDINATOR_LOST
-            text = "the coordinator is being replaced; training goes on"
+            text = "the coordinator is being replaced; training continues"
         elif progress is not None and progress.reason == SOME_FINISHED:
             text = progress.message
         elif scale.faulty and not behind:
@@ -373,10 +373,10 @@ def _describe(
         text = describe_host_faults(context)
         return Phase.WAITING, Reason.HOST_FAULTS, text, 0.0 if has_many_faults else None
     if is_backing_off(context):
-        text = f"the next pods come at {format_time(memory.budget.retry_at)}"
+        text = f"the next pods are created at {format_time(memory.budget.retry_at)}"
         if memory.last_failure:
             text += f". Last: {describe_failure(memory.last_failure)}"
         return Phase.WAITING, Reason.BACKING_OFF, text, None
     if progress is not None and phase == Phase.WAITING:
         return phase, Reason.WAITING_FOR_NODES, progress.message, None
-    return phase, Reason.STARTING, "pods are on their way, or the group is forming", None
+    return phase, Reason.STARTING, "pods are starting, or the group is forming", None
