@@ -575,7 +575,7 @@ def test_a_worker_that_hangs_after_another_has_ended_is_reported_by_name_and_kil
     )
     assert shown.returncode == 0, shown.stderr
     worker = shown.stdout.split("==> rank 1, ")[1].split("==> ")[0]
-    assert "in wait_for_nothing" in worker and "where the kernel has it wait" in worker
+    assert "in wait_for_nothing" in worker and "kernel function in which it waits" in worker
     assert "==> node 0, evergrad-node0" in shown.stdout
     run.launcher.terminate()
     assert run.wait() == 75

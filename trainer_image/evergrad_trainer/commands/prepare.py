@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO
 
 from evergrad_common.contract import PREPARED_FOLDER, PREPARING, ExitCode
 from evergrad_common.secret import read_token
-from evergrad_common.text import count, duration, short_count, size
+from evergrad_common.text import count, duration, plural, short_count, size
 from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_manifest.reading.loader import (
     LoadedManifest,
@@ -324,14 +324,14 @@ def describe_prepared(prepared: Prepared) -> list[str]:
         # Token files have no documents, so leave the counts out instead of showing 0.
         parts = []
         if source.files:
-            parts.append(_plural(len(source.files), "file"))
+            parts.append(plural(len(source.files), "file"))
         if source.documents is not None:
-            parts.append(_plural(source.documents, "document"))
+            parts.append(plural(source.documents, "document"))
         parts.append(f"{short_count(source.train.tokens)} tokens")
         if source.held_out is not None:
             held_out = f"{short_count(source.held_out.tokens)} tokens held out"
             if source.held_out_documents is not None:
-                held_out += f" in {_plural(source.held_out_documents, 'document')}"
+                held_out += f" in {plural(source.held_out_documents, 'document')}"
             parts.append(held_out)
 
         # Data that were left out or changed.
@@ -342,7 +342,7 @@ def describe_prepared(prepared: Prepared) -> list[str]:
         if cut:
             parts.append(f"{source.unit}s cut: {_reasons(cut)}")
         if source.repaired:
-            documents = _plural(source.repaired, "document")
+            documents = plural(source.repaired, "document")
             parts.append(f"half surrogate pairs replaced in {documents}")
         line = f"{source.name:<{width}}  {', '.join(parts)}"
         if source.reused and source.documents is not None:
@@ -356,10 +356,6 @@ def _reasons(skipped: Mapping[str, int]) -> str:
         f"{count(number)} {IN_WORDS[SkipReason(reason)]}"
         for reason, number in sorted(skipped.items())
     )
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{count(number)} {noun}" if number == 1 else f"{count(number)} {noun}s"
 
 
 def _source_summary(source: PreparedSource) -> dict[str, Any]:
