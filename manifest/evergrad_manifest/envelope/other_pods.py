@@ -49,7 +49,7 @@ def check_evaluation(view: View) -> Iterator[Problem]:
         return
     yield from check_resources_at(view, "spec", "evaluation", "resources")
     if view.is_given("spec.script"):
-        why = "what a script measures is known to the script alone"
+        why = "only the script knows what it measures"
         yield Problem("spec.evaluation", "has no meaning with script", why, "Remove it")
 
 

@@ -117,7 +117,7 @@ def execute(args: argparse.Namespace) -> int:
                 return try_patiently(work) if is_in_pod else work()
         except KeyboardInterrupt:
             print(
-                "interrupted; finished chunks are kept, and the next prepare goes on from there",
+                "interrupted; finished chunks are kept, and the next prepare continues from there",
                 file=sys.stderr,
             )
             return int(ExitCode.STOPPED_SAVED)
@@ -337,7 +337,7 @@ def describe_prepared(prepared: Prepared) -> list[str]:
         # Data that were left out or changed.
         passed = {reason: n for reason, n in source.skipped.items() if reason not in KEPT}
         if passed:
-            parts.append(f"{source.unit}s passed over: {_reasons(passed)}")
+            parts.append(f"{source.unit}s skipped: {_reasons(passed)}")
         cut = {reason: n for reason, n in source.skipped.items() if reason in KEPT}
         if cut:
             parts.append(f"{source.unit}s cut: {_reasons(cut)}")

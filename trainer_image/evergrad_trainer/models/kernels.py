@@ -90,7 +90,7 @@ def choose_kernels(
         raise ModelError(
             Problem(
                 f"{_RUNTIME}.matmulPrecision",
-                f"high cannot be had on {device}",
+                f"high is not possible on {device}",
                 why,
                 "Set matmulPrecision: highest, or leave it out",
             )
@@ -112,7 +112,7 @@ def choose_kernels(
         raise ModelError(
             Problem(
                 f"{_RUNTIME}.attention",
-                f"{attention} cannot be had for this model on {device}",
+                f"{attention} is not possible for this model on {device}",
                 f"torch has no such kernel there for {shape.num_heads} heads of {shape.head_size} in "
                 f"{str(shape.dtype).removeprefix('torch.')}",
                 "Set attention: auto, or leave it out",

@@ -250,7 +250,7 @@ def check_tokenizer_unchanged(run_state: RunState, prepared: Prepared) -> None:
                     else ""
                 ),
                 (
-                    "Restore the tokenizer's files to go on with this run, or train with these under "
+                    "Restore the tokenizer's files to continue this run, or train with these under "
                     "another run name"
                 ),
             )
