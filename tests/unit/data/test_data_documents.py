@@ -113,7 +113,7 @@ def test_blank_lines_and_empty_texts_are_counted_and_not_errors() -> None:
         (
             b'{"text": ' + b"1" * 5000 + b"}",
             SkipReason.NO_TEXT,
-            "the field 'text' holds a number",
+            "the field 'text' contains a number",
             "a text is a JSON string",
         ),
         (
@@ -156,7 +156,7 @@ def test_blank_lines_and_empty_texts_are_counted_and_not_errors() -> None:
         (
             b'{"text": 3}',
             SkipReason.NO_TEXT,
-            "the field 'text' holds a number",
+            "the field 'text' contains a number",
             "a text is a JSON string",
         ),
         (
