@@ -294,7 +294,7 @@ def test_a_script_may_report_anything_and_only_invalid_values_are_lost(
     assert len([event for event in run.events() if event["event"] == "hello"]) == 2, (
         "and none came again"
     )
-    assert run.output.count("report(): loss: nan is no finite number") == 2, (
+    assert run.output.count("report(): loss: nan is not a finite number") == 2, (
         "one warning a worker"
     )
     assert "Traceback" not in run.output
