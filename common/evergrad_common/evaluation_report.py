@@ -108,5 +108,5 @@ def decode_evaluated(message: str) -> Evaluated | None:
 
 def _natural(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**53:
-        raise ValueError(f"{value!r} is no step")
+        raise ValueError(f"{value!r} is not a step")
     return value

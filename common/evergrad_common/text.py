@@ -36,6 +36,13 @@ def count(number: float) -> str:
     return f"{round(number):,}" if math.isfinite(number) else _NOT_A_NUMBER
 
 
+def plural(number: int, noun: str) -> str:
+    """Format a number with its noun: ``1 node``, ``3 nodes``, ``0 processes``."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{count(number)} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
 def short_count(number: float) -> str:
     """Format a count with three digits and a decimal unit: ``41234`` → ``41.2k``, ``10200000`` →
     ``10.2M``."""

@@ -282,7 +282,7 @@ async def serve(
             address = {"port": port, "statusPort": status_port, "instance": status.instance}
             write_address(options.address_file, address)
     except OSError as error:
-        what = f"{options.host or 'any address'}: cannot listen or say where; {error}."
+        what = f"{options.host or 'any address'}: cannot listen, or cannot write its address; {error}."
         log_line("failed", message=f"{what} Choose other ports or another --address-file.")
         return ExitCode.USER_ERROR
     log_line(
@@ -335,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         token = "" if problems else obtain_token(options.token_file)
     except (OSError, ValueError) as error:
         problems.append(
-            f"--token-file: {options.token_file} cannot be read or made; {error}. Give a text "
+            f"--token-file: {options.token_file} cannot be read or created; {error}. Give a text "
             "file with the token."
         )
     if problems:

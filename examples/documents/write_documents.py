@@ -72,7 +72,7 @@ def documents(
             needed = {"description", "values"} if kind == "assay" else set()
             if not isinstance(row, dict) or needed - row.keys():
                 what = " and ".join(sorted(needed)) or "any field"
-                raise SystemExit(f"{line[:60]}: is no object with {what}")
+                raise SystemExit(f"{line[:60]}: is not an object with {what}")
             if kind == "assay":
                 yield from assay(row, draw, longest)
             else:

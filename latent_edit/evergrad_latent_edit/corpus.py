@@ -99,7 +99,7 @@ def read_corpus(folder: Path, *, windows: str | None) -> Corpus:
     snapshot = raw.get("snapshot_id")
     if not isinstance(snapshot, str) or not snapshot.strip():
         why = "it names the state of the corpus that a run was trained on"
-        what = "snapshot_id is missing" if snapshot is None else "snapshot_id is no text"
+        what = "snapshot_id is missing" if snapshot is None else "snapshot_id is not a text"
         problems.append(Problem(str(path), what, why, "Add it, such as corpus-2026-05-01"))
     files: list[CorpusFile] = []
     for found in _read_entries(raw.get("files"), folder, path):
@@ -175,18 +175,18 @@ def _read_entry(entry: Any, folder: Path, where: str) -> CorpusFile | Problem:
     """Compare a file with its entry in the manifest; return the file, or the problem."""
     if not isinstance(entry, Mapping):
         return Problem(
-            where, "is no object", "an entry has at least path and sha256", "Write one"
+            where, "is not an object", "an entry has at least path and sha256", "Write one"
         )
     name, split, records = (entry.get(key) for key in ("path", "split", "records"))
     if isinstance(name, str) and (reason := why_unsafe(name)):
         why = "a corpus consists of files of its own folder"
         return Problem(f"{where}.path", f"{name!r} {reason}", why, "Write a relative path")
     if not isinstance(name, str) or not name:
-        return Problem(f"{where}.path", "is no text", "it names a file", "Add it")
+        return Problem(f"{where}.path", "is not a text", "it names a file", "Add it")
     # The split's name becomes the name of an evaluation set and of its metrics.
     field = f"{where}.split"
     if split is not None and (not isinstance(split, str) or not split):
-        return Problem(field, "is no text", "it names a part", "Write one, or remove it")
+        return Problem(field, "is not a text", "it names a part", "Write one, or remove it")
     if split and (len(split) > _LONGEST_SPLIT or not re.fullmatch(NAME_PATTERN, split)):
         why = "an evaluation set gets this name: letters, digits, '-', '_' and '.'"
         return Problem(field, f"{split[:80]!r} is no name", why, "Rename the split")
@@ -242,7 +242,7 @@ def _compare(entry: Mapping[str, Any], path: Path, where: str) -> Problem | None
     match = _HASH.fullmatch(claimed) if isinstance(claimed, str) else None
     if match is None:
         why = "what was trained on is known by its content"
-        what = "is missing" if claimed is None else "is no SHA-256"
+        what = "is missing" if claimed is None else "is not a SHA-256"
         return Problem(
             f"{where}.sha256", what, why, "Write its 64 hex digits, as sha256sum does"
         )

@@ -68,7 +68,7 @@ class Edit:
             raise EditError(f"position {self.position} is below 1")
         for name, text in (("reference", self.reference), ("alternate", self.alternate)):
             if not text or set(text) - set("ACGT"):
-                raise EditError(f"{name} is no text of A, C, G and T")
+                raise EditError(f"{name} is not a text of A, C, G and T")
         if self.reference == self.alternate:
             raise EditError("reference and alternate are equal")
         if type_of(self.reference, self.alternate) == EditType.STRUCTURAL:

@@ -95,7 +95,7 @@ def _take(
     texts = (chromosome, reference, alternate)
     if not is_typed or not all(isinstance(one, str) and one for one in texts):
         why = "an edit has the texts chrom, ref and alt, and the whole number pos"
-        return Problem(place, "is no edit", why, "Correct the row")
+        return Problem(place, "is not an edit", why, "Correct the row")
     edit = Edit(str(chromosome), int(position or 0), str(reference), str(alternate))
     try:
         edit.check()

@@ -171,7 +171,9 @@ def _read_line(line: bytes, place: str, *, is_placed: bool) -> Window | Problem:
         return Problem(place, "holds no object", "each line is one window", "Correct it")
     sequence = raw.get("sequence")
     if not isinstance(sequence, str) or not sequence:
-        what = "sequence is missing" if sequence is None else "sequence is no text of bases"
+        what = (
+            "sequence is missing" if sequence is None else "sequence is not a text of bases"
+        )
         return Problem(place, what, "it is what is edited", "Add it")
     canonical = sequence.upper()
     at = next((index for index, one in enumerate(canonical) if one not in _ALPHABET), None)

@@ -60,9 +60,9 @@ def derive_steps(
     horizon.
     """
     if num_samples < 1:
-        where, what = "spec.training.recipe", "the task's sources hold no item"
+        where, what = "spec.training.recipe", "the task's sources contain no items"
         if training.data.sources:
-            where, what = "spec.training.data.sources", "hold no training sample"
+            where, what = "spec.training.data.sources", "contain no training samples"
         why = "there is nothing to train on"
         raise ConfigurationError(Problem(where, what, why, "Add data"))
     per_step, length = training.batching.global_batch_size, training.sample_tokens
@@ -155,7 +155,7 @@ def _steps_until_exhausted(training: Training, exhausted_after: int) -> int:
     total = exhausted_after // per_step
     if total < 1:
         what = f"a source is exhausted after {exhausted_after} samples"
-        why = f"a step has {per_step}, and none would be whole"
+        why = f"a step has {per_step}, and no step would be complete"
         remedy = "Add data or epochs, or lower batching.globalBatchSize"
         raise ConfigurationError(
             Problem("spec.training.horizon.exhausted", what, why, remedy)

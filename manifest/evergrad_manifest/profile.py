@@ -129,7 +129,7 @@ def check_profile(raw: Any, *, of_namespace: bool = False) -> tuple[Problem, ...
     if not isinstance(raw, Mapping):
         why = "a profile has the key defaults"
         return (
-            Problem("", "is no mapping", why, "Write `defaults:` with values below it"),
+            Problem("", "is not a mapping", why, "Write `defaults:` with values below it"),
         )
     if (too_deep := check_depth(raw)) is not None:
         return (too_deep,)
@@ -182,7 +182,7 @@ def _check_devices(allows: Any) -> Iterator[Problem]:
         elif isinstance(name, str) and "/" not in name:
             why = "a device's resource has the prefix of its plug-in"
             remedy = f"Write it such as {RDMA_PREFIX}hca_shared_devices_a"
-            yield Problem(path, f"{name!r} is no device", why, remedy)
+            yield Problem(path, f"{name!r} is not a device", why, remedy)
 
 
 def merge_defaults(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

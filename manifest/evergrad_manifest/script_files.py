@@ -61,7 +61,7 @@ def script_problems(script: Script, *, base_directory: Path) -> list[Problem]:
         if name not in os.environ and not is_optional:
             where = format_path(("spec", "script", "valueFrom", name))
             what = f"{name} is not set on this machine"
-            why = "its value is an object's of the cluster, where this run does not start"
+            why = "its value comes from an object of the cluster, and this run does not start there"
             remedy = f"Set it in the shell: {name}=… evergrad run"
             problems.append(Problem(where, what, why, remedy))
     return problems
@@ -127,7 +127,7 @@ def _mode_of(path: Path) -> int | str:
     except FileNotFoundError:
         return "does not exist"
     except (OSError, ValueError) as error:
-        return f"cannot be read: {getattr(error, 'strerror', None) or 'it is no path'}"
+        return f"cannot be read: {getattr(error, 'strerror', None) or 'it is not a path'}"
 
 
 def _denied(path: Path, verb: str) -> Problem:

@@ -28,7 +28,7 @@ INVALID_SPEC: Final = "InvalidSpec"
 change."""
 FIXED: Final = {
     "image": "all pods of a run have one image",
-    "managedBy": "two controllers would have the run",
+    "managedBy": "two controllers would manage the run",
     "storage": "the run's state is there",
     "workersPerNode": "it belongs to how the run was planned",
 }
@@ -167,7 +167,7 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
         yield Problem(
             f"spec.{has}",
             f"replaces {had}",
-            "neither can go on with what the other saved",
+            "neither can continue from what the other saved",
             remedy,
         )
         return

@@ -467,7 +467,7 @@ def test_a_preempted_run_releases_all_of_its_quota_and_returns(queue: Queue) -> 
     wait_for(lambda: not low.live_pods(), "the elastic node's end")
     queue.wait_for_use(2)
     said = wait_until_queued(low, queue)
-    assert "gave their place to another" in said, said
+    assert "because they were preempted" in said, said
     step = low.newest_step()
     made = attempts(low)
     high.runs.kubectl("delete", RESOURCE, high.name, "--wait=false")

@@ -89,7 +89,7 @@ def test_output_refused_by_a_full_volume_is_reported_when_there_is_space(
     file.close()
     assert lines_of(tmp_path / "w.out") == [
         "before",
-        "[evergrad] 14 bytes are missing here: the volume refused them",
+        "[evergrad] 14 bytes are missing here because the volume refused them",
         "after",
     ]
 

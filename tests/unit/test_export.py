@@ -382,7 +382,7 @@ def test_a_merge_with_another_base_than_the_trained_one_is_refused(
     resolved = json.loads((run / "run.json").read_text())
     resolved["manifest"]["spec"]["training"]["reproducibility"]["seed"] = 1
     (run / "run.json").write_text(json.dumps(resolved))
-    with pytest.raises(CheckpointError, match="trained beside other weights"):
+    with pytest.raises(CheckpointError, match="trained with other weights"):
         export.export_checkpoint(run, step=None, output=tmp_path / "ours", dtype=None)
     assert not (tmp_path / "ours").exists()
 

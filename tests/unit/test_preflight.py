@@ -95,7 +95,7 @@ def test_evaluation_files_are_checked_too_and_folders_by_their_files(
     evaluation = {"sources": [{"name": "other", "path": "folder"}]}
     found = list(check_files(training(evaluation=evaluation), tmp_path))
     assert [finding.level for finding in found] == ["ok", "error"]
-    assert "folder: holds no file whose name ends in .jsonl" in str(found[1].problem)
+    assert "folder: contains no file whose name ends in .jsonl" in str(found[1].problem)
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / "folder" / name).write_text("{}\n")
     found = list(check_files(training(evaluation=evaluation), tmp_path))

@@ -60,7 +60,8 @@ def test_initial_weights_and_settings_incompatible_with_adapters_are_refused(
         "lossChunk: cannot be combined with an adapter beside the output head" in errors[0]
     )
     assert (
-        "names a transformers directory beside model.lora" in errors[1] and len(errors) == 2
+        "names a transformers directory together with model.lora" in errors[1]
+        and len(errors) == 2
     )
 
 

@@ -464,7 +464,7 @@ def test_a_changed_script_is_refused_with_the_field(of_script: RunDirectory) -> 
 def test_neither_kind_of_run_continues_in_the_directory_of_the_other(
     directory: RunDirectory, of_script: RunDirectory
 ) -> None:
-    why = "neither can go on with what the other saved."
+    why = "neither can continue from what the other saved."
     assert refusal(directory, make_script("train.py")) == (
         f"spec.script: this manifest has script, but the run in {directory.path} began with training; {why} "
         "Set training again, or give this run a name of its own."

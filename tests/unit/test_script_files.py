@@ -72,8 +72,7 @@ def test_a_variable_from_a_cluster_object_must_be_set_in_the_local_shell(
     script = a_script("train.py", valueFrom=sources)
     assert problems(folder, script) == [
         (
-            "spec.script.valueFrom.HF_TOKEN: HF_TOKEN is not set on this machine; its value is an object's of "
-            "the cluster, where this run does not start. Set it in the shell: HF_TOKEN=… evergrad run."
+            "spec.script.valueFrom.HF_TOKEN: HF_TOKEN is not set on this machine; its value comes from an object of the cluster, and this run does not start there. Set it in the shell: HF_TOKEN=… evergrad run."
         )
     ]
     monkeypatch.setenv("HF_TOKEN", "x")

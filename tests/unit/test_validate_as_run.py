@@ -294,7 +294,7 @@ def test_an_invalid_template_is_reported_by_both_commands(
     file = str(write_rows(tmp_path, PROMPT, rows={"chatTemplate": "{% for %}"}))
     assert main(["validate", file]) == 64
     (error,) = errors(capsys)
-    assert "spec.training.rows.chatTemplate: is no jinja template" in error
+    assert "spec.training.rows.chatTemplate: is not a jinja template" in error
     assert main(["run", file, "--run-directory", str(tmp_path / "run")]) == 64
     assert errors(capsys) == [error]
 

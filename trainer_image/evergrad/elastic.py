@@ -259,7 +259,10 @@ class _Guard:
     def _take_signal(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             print(
-                "evergrad: should_stop() was first called outside the main thread; SIGTERM stays as it is.",
+                (
+                    "evergrad: should_stop() was first called outside the main thread, so SIGTERM is not "
+                    "handled."
+                ),
                 file=sys.stderr,
             )
             return

@@ -54,5 +54,5 @@ def read_values(
             else f"a value of type {type(value).__name__}"
         )
         kind = "whole" if name in _LEAST else "finite"
-        left_out[name] = f"{name}: {shown} is no {kind} number; it is left out"
+        left_out[name] = f"{name}: {shown} is not a {kind} number; it is left out"
     return found, left_out

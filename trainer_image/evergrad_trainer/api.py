@@ -109,7 +109,7 @@ def run(
         else Path(run_directory)
     )
     if loaded.spec.script is not None:
-        what = "is a script, whose steps and losses are known to the script alone"
+        what = "is a script; only the script knows its steps and losses"
         raise InputError(Problem(str(manifest), what, "", "Start it with `evergrad run`"))
     # Without the current directory on its path, as the command `evergrad`.
     command = [sys.executable, "-P", "-m", "evergrad_cli", "run", str(manifest)]

@@ -213,7 +213,7 @@ def _check_tokenizer(tokenizer: TextTokenizer, directory: Path) -> None:
         return
     if difference.text in COMBINED:
         _log.warning(
-            "transformers composes characters that were trained apart: %s", difference
+            "transformers composes characters that were trained separately: %s", difference
         )
         return
     raise DataError(problem_of_difference(difference))
@@ -240,7 +240,7 @@ def _read_run(
     resolved = directory.read_resolved()
     if resolved is None:
         directory.require_run()
-        what, why = "does not exist", "the model's configuration stands in it"
+        what, why = "does not exist", "it contains the model's configuration"
         raise RunDirectoryError(
             Problem(str(directory.resolved), what, why, "Restore it from a backup")
         )
@@ -340,9 +340,7 @@ def _write_merged(
     recorded = from_extra(read_extra(Path(found.where))).get(FROZEN, {})
     built = hash_frozen(Modules({MODEL: model}))
     if any(recorded.get(name) != own for name, own in built.items()):
-        what = (
-            "its adapters were trained beside other weights than those that are there now"
-        )
+        what = "its adapters were trained with other weights than the current ones"
         why = f"{plan.weights or 'what the seed makes'} has changed since the run began"
         remedy = "Restore it, or export the adapters alone: --adapter"
         raise CheckpointError(Problem(found.where, what, why, remedy))

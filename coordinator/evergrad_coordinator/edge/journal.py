@@ -88,7 +88,10 @@ class FileStore:
                 or "an unknown process"
             )
             os.close(self._lock)
-            text = f"{path}: held by {holder}; one coordinator rules a run. Wait for it to end, or end it."
+            text = (
+                f"{path}: held by {holder}; only one coordinator may control a run. Wait until that "
+                "process ends, or stop it."
+            )
             raise JournalError(text) from error
         self._file: int | None = None
         """The file, once this process has made it and it is on disk under its name."""
@@ -121,7 +124,7 @@ class FileStore:
         # Do not read this as 0: numbers that a group still uses would be issued a second time.
         if type(generation) is not int or generation < 0 or not is_whole:
             text = (
-                f"{self._path}: holds no generation: damaged. Delete it and pass --first-generation "
+                f"{self._path}: contains no generation; it is damaged. Delete it and pass --first-generation "
                 "above all used."
             )
             raise JournalError(text)

@@ -90,7 +90,7 @@ class Server:
             return "the journal's task has ended: no change of the group is carried out"
         seconds = time.monotonic() - self._ticked_at
         if seconds > STALL_SECONDS:
-            return f"no tick was completed for {seconds:.0f} s: lost nodes are not noticed"
+            return f"no tick was completed for {seconds:.0f} s: lost nodes are not detected"
         return ""
 
     def find_obstacle(self) -> str:
@@ -101,7 +101,7 @@ class Server:
             return "the newest generation cannot be stored"
         if (seconds := self.effects.seconds_waiting) > _JOURNAL_SECONDS:
             return (
-                f"the newest generation has been on its way to the disk for {seconds:.0f} s"
+                f"the newest generation has been waiting for the disk for {seconds:.0f} s"
             )
         return ""
 
@@ -253,7 +253,7 @@ class Server:
             self.reject(
                 peer,
                 "malformed",
-                f"{message.TYPE}: sent on a connection for beats, or after another first message",
+                f"{message.TYPE}: sent on a connection for heartbeats, or after another first message",
             )
             return
         if peer.beats_for is not None:

@@ -93,7 +93,9 @@ def read_stacks_of(pid: int, *, native: bool = False) -> str:
     if not any(process.pid == pid for process in found):
         # The process is not a Python program, or a Python program that has not registered.
         native_stacks = read_native_stacks(pid) if native else ""
-        head = f"==> pid {pid} <==\n(no Python stacks: it is a program of its own)"
+        head = (
+            f"==> pid {pid} <==\n(no Python stacks: it is not a registered Python process)"
+        )
         return "\n".join(
             part for part in (head, _describe_threads(pid), native_stacks) if part
         )
@@ -210,7 +212,9 @@ def _describe_threads(pid: int) -> str:
     more = len(lines) - _MOST_THREADS
     if more > 0:
         lines[_MOST_THREADS:] = [f"  and {more} more"]
-    return "\n".join(["threads (id, name, state, where the kernel has it wait):", *lines])
+    return "\n".join(
+        ["threads (id, name, state, kernel function in which it waits):", *lines]
+    )
 
 
 def _list_processes() -> Iterator[tuple[int, int]]:

@@ -27,7 +27,7 @@ def refuse(
     if not is_token(hello.token, settings.token):
         return _build(
             "WrongToken",
-            "hello.token: not this run's. Give the node the token file that its coordinator was given.",
+            "hello.token: not the token of this run. Give the node the token file of its coordinator.",
         )
 
     # Check the version next, because in another version the fields may have another meaning.
@@ -39,7 +39,7 @@ def refuse(
         return _build("ProtocolVersion", text)
     if hello.run != settings.run:
         text = (
-            f"hello.run: {hello.run[:MAX_ADDRESS]}; this coordinator is of {settings.run}. Correct "
+            f"hello.run: {hello.run[:MAX_ADDRESS]}; this coordinator serves {settings.run}. Correct "
             "the address or the name."
         )
         return _build("WrongRun", text)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from evergrad_common.causes import CHANGES, USES, read_change
+from evergrad_common.text import plural
 from evergrad_coordinator.rules.downsampled_series import Track
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.status import build_status, count_current_workers
@@ -19,16 +20,16 @@ MOST_CHECKPOINTS: Final = 100
 _MOST_CHARACTERS: Final = 300
 """Maximum length of an event's text."""
 _TEXTS: Final[Mapping[str, str]] = {
-    "hello": "node {node} is here with {workers} processes",
+    "hello": "node {node} connected with {workersText}",
     "gone": "node {node} is gone: {why}",
     "leaving": "node {node} was asked to leave: {reason}",
     "leave": "node {node} may leave",
     "refused": "node {node} was refused: {reason}",
-    "lease_lost": "the lease of node {node} ran out",
-    "plan": "a group of {members} nodes is planned: {reason}",
-    "waiting": "{ready} nodes are ready, and {needed} are needed",
-    "go": "generation {generation} begins: {nodes} nodes, {worldSize} processes",
-    "adopted": "generation {adopted} was found running: {nodes} nodes, {worldSize} processes",
+    "lease_lost": "the lease of node {node} expired",
+    "plan": "a group of {membersText} is planned: {reason}",
+    "waiting": "{readyText} ready, {needed} needed",
+    "go": "generation {generation} begins: {nodesText}, {worldSizeText}",
+    "adopted": "generation {adopted} was found running: {nodesText}, {worldSizeText}",
     "up": "generation {generation} is up, {stepText}",
     "broken": "generation {generation} broke on node {node}, {rankText}: {causeText}",
     "bounds": "the bounds of the run were changed",
@@ -37,6 +38,14 @@ _TEXTS: Final[Mapping[str, str]] = {
 }
 """Text of each event of the coordinator's log that the page shows. All other events are omitted."""
 SHOWN_EVENTS: Final = frozenset(_TEXTS)
+_COUNTED: Final[Mapping[str, str]] = {
+    "members": "node",
+    "nodes": "node",
+    "ready": "node",
+    "workers": "process",
+    "worldSize": "process",
+}
+"""Fields of these events that are numbers, and their nouns."""
 
 
 class _Ring:
@@ -135,6 +144,9 @@ def note_event(
     known["causeText"] = cause
     known["stepText"] = f"after step {step}" if is_started else "before the first step"
     known["rankText"] = f"rank {rank}" if has_rank else "a worker without a rank"
+    for name, noun in _COUNTED.items():
+        number = fields.get(name)
+        known[f"{name}Text"] = plural(number, noun) if type(number) is int else f"? {noun}"
     said = _TEXTS[event].format_map(known)
     elapsed = round(now - history.began_at, 1)
     history.events.add([elapsed, event, said[:_MOST_CHARACTERS]])

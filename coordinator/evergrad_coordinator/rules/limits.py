@@ -18,7 +18,7 @@ def check_limits(group: Group, now: float) -> None:
         ):
             drop_node(group, node, "silent", now)
         elif node.released_at is not None and now - node.released_at > leaving:
-            drop_node(group, node, "told to leave and did not", now)
+            drop_node(group, node, "was asked to leave and did not", now)
 
     # Check the answers to the plan after the drops, because a plan does not wait for dropped nodes.
     if group.proposal:

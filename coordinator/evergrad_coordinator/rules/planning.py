@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 
 from evergrad_common.causes import ChangeCause
+from evergrad_common.text import plural
 from evergrad_coordinator.protocol import Go
 from evergrad_coordinator.rules.budget import Break
 from evergrad_coordinator.rules.state import (
@@ -248,7 +249,7 @@ def describe_change(
     # The first cause that applies explains the later ones. For example, a loss causes a break, and a break
     # causes a change of capacity.
     if world is None or world.is_over:
-        return "node_joined", f"{len(members)} nodes are here"
+        return "node_joined", f"{plural(len(members), 'node')} connected"
     if lost := find_lost(world, nodes):
         return "node_lost", f"{_name(lost)} lost"
     if world.is_broken:

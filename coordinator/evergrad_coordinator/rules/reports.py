@@ -260,7 +260,7 @@ def _on_broken(group: Group, node: Node, message: Broken, now: float) -> None:
     if message.is_final:
         text = message.message or (
             f"{describe_worker(message)} (node {node.name}) ended with exit code "
-            f"{message.exit_code}: no retry can cure it"
+            f"{message.exit_code}: a retry cannot fix it"
         )
         is_internal = message.exit_code == ExitCode.INTERNAL
         finish(

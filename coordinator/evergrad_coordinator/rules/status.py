@@ -10,6 +10,7 @@ from typing import Any
 from evergrad_common.codec import MAX_TEXT
 from evergrad_common.contract import SOME_FINISHED, ExitCode
 from evergrad_common.metrics import COORDINATOR
+from evergrad_common.text import plural
 from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.planning import find_lost
 from evergrad_coordinator.rules.state import GroupWorld, node_order
@@ -78,7 +79,7 @@ def describe_condition(group: Group, *, now: float) -> GroupCondition:
         return GroupCondition(
             "Stopped",
             "AllNodesLeft",
-            "all nodes have left; the run goes on when enough are here again",
+            "all nodes have left; the run continues when enough nodes are connected again",
         )
     if group.nodes and group.departures.saver:
         text = f"node {group.departures.saver[0]} saves before it leaves"
@@ -120,7 +121,9 @@ def _describe_world(group: Group, world: GroupWorld) -> GroupCondition:
     if 0 < len(world.finished) < world.size:
         return GroupCondition("Running", SOME_FINISHED, _describe_finished(world))
     return GroupCondition(
-        "Running", "AllMembersUp", f"{len(world.places)} nodes, {world.size} workers"
+        "Running",
+        "AllMembersUp",
+        f"{plural(len(world.places), 'node')}, {plural(world.size, 'worker')}",
     )
 
 
@@ -157,12 +160,12 @@ def _describe_shortage(group: Group) -> GroupCondition:
         return GroupCondition(
             "Waiting",
             "WaitingForNodes",
-            f"{ready} nodes of the {settings.expect} expected are here",
+            f"{ready} of {settings.expect} expected nodes connected",
         )
     return GroupCondition(
         "Waiting",
         "WaitingForNodes",
-        f"{ready} nodes are here; at least {settings.min_nodes} are needed",
+        f"{plural(ready, 'node')} connected; at least {settings.min_nodes} needed",
     )
 
 

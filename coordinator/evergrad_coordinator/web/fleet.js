@@ -51,7 +51,7 @@
     const titles = COLUMNS.map(([title, kind]) => [title, kind]);
     // The focus stays where it is, although the table is made anew.
     const focused = document.activeElement?.closest?.("th")?.cellIndex ?? null;
-    showTable(byId("runs"), titles, runs.map(cellsOf), fleet.total ? "No run is called so." : "There is no run.");
+    showTable(byId("runs"), titles, runs.map(cellsOf), fleet.total ? "No run has this name." : "There are no runs.");
     [...byId("runs").querySelectorAll("th")].forEach((cell, index) => {
       const button = make("button", cell.textContent);
       button.type = "button";

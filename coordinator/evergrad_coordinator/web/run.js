@@ -149,15 +149,15 @@
     const restarts = sum(status.restarts), lost = sum(status.lostSeconds);
     const share = run.elapsed > 0 ? Math.min(1, lost / run.elapsed) : 0;
     const age = status.updatedSecondsAgo;
-    figure("Step", count(status.step), status.totalSteps ? `of ${count(status.totalSteps)}` : "no total is known");
+    figure("Step", count(status.step), status.totalSteps ? `of ${count(status.totalSteps)}` : "total unknown");
     figure("Training loss", real(status.loss), age === null ? "no report yet" : `reported ${duration(age)} ago`);
     figure("Tokens per second", inShort(status.tokensPerSecond), "over the last minute");
     figure("Time left", duration(status.etaSeconds),
       status.etaSeconds ? `ends ${new Date(Date.now() + status.etaSeconds * 1000).toLocaleString([], { dateStyle: "short", timeStyle: "short", hour12: false })}` : "");
-    figure("Processes", count(status.worldSize), nodes ? `${nodes.connected} nodes of ${nodes.min}–${nodes.max} are here` : "that train together");
+    figure("Processes", count(status.worldSize), nodes ? `${nodes.connected} of ${nodes.min}–${nodes.max} nodes connected` : "that train together");
     figure("Checkpoint", count(status.checkpointStep), status.checkpointStep === null ? "none yet" : "newest step on disk");
     figure("Restarts", count(restarts), restarts ? "changes of the group" : "trained in one go");
-    figure("Waste", duration(lost), `nobody trained in ${(100 * share).toFixed(1)}% of ${duration(run.elapsed)}`);
+    figure("Waste", duration(lost), `no training in ${(100 * share).toFixed(1)}% of ${duration(run.elapsed)}`);
   }
 
   function showMembers() {
@@ -169,14 +169,14 @@
     ]);
     const more = nodes.numMembers - rows.length;
     if (more > 0) rows.push(["", `and ${count(more)} more`, "", ""]);
-    showTable(byId("members"), [["Node", ""], ["State", ""], ["Ranks", "number"], ["Address", ""]], rows, "No node is here.");
+    showTable(byId("members"), [["Node", ""], ["State", ""], ["Ranks", "number"], ["Address", ""]], rows, "No node is connected.");
   }
 
   function showRestarts() {
     const { restarts = {}, lostSeconds = {} } = run.status;
     const causes = [...new Set([...Object.keys(restarts), ...Object.keys(lostSeconds)])].sort();
     const rows = causes.map((one) => [one.replaceAll("_", " "), count(restarts[one] ?? 0), duration(lostSeconds[one] ?? 0)]);
-    showTable(byId("restarts"), [["Cause", ""], ["Number", "number"], ["Nobody trained for", "number"]], rows, "None: trained in one go.");
+    showTable(byId("restarts"), [["Cause", ""], ["Number", "number"], ["Time without training", "number"]], rows, "None: trained in one go.");
   }
 
   // Node time by use. A page that is made of a run's files has none: only a coordinator counts it.
@@ -186,7 +186,7 @@
     if (!uses) return;
     const rows = Object.entries(uses).map(([one, seconds]) =>
       [one, duration(seconds), `${(100 * seconds / total).toFixed(1)}%`, useTexts[one] ?? ""]);
-    showTable(byId("uses"), [["Use", "name"], ["Node time", "number"], ["Share", "number"], ["What it is", ""]], rows, "No node has been here.");
+    showTable(byId("uses"), [["Use", "name"], ["Node time", "number"], ["Share", "number"], ["What it is", ""]], rows, "No node has connected yet.");
   }
 
   // ---- plots -------------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@
     const isTooLarge = file && file.size > MOST_OVERLAY_BYTES;
     overlay = file && run && !isTooLarge ? parseOverlay(await file.text(), file.name) : null;
     setText(byId("other-note"), !file ? "" : isTooLarge ? "The file is larger than 512 MiB."
-      : overlay ? "" : "The file has no rows of steps. Choose a metrics.jsonl.");
+      : overlay ? "" : "The file contains no steps. Choose a metrics.jsonl.");
     changed.add("steps");
     ask();
   });

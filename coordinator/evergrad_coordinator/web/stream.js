@@ -3,7 +3,7 @@
 // Servers send something every 20 seconds at least.
 const LONGEST_PAUSE_MS = 30000;
 const SILENCE_MS = 60000;
-const FAULT = "an update cannot be shown; the browser's console says why";
+const FAULT = "an update cannot be shown; see the browser's console";
 
 function attempt(work, onFault) {
   try {

@@ -146,7 +146,7 @@ def check_nodes(view: View) -> Iterator[Problem]:
     what = (
         f"{given} make W = {processes} processes, more than the M = {most} slots of a step"
     )
-    why = f"globalBatchSize {whole} / microBatchSize {micro} = {most}, and a process needs a slot of its own"
+    why = f"globalBatchSize {whole} / microBatchSize {micro} = {most}, and each process needs its own slot"
 
     # Find numbers that give every process a slot. A micro-batch has to divide the global batch, so offer only
     # divisors.

@@ -50,7 +50,7 @@ _RESOURCES: Final = Keys(
 )
 _REFUSED: Final[Mapping[str, str]] = {
     "restartPolicy": "each ends before the training starts; there are no sidecars",
-    "securityContext": "each has that of the training container",
+    "securityContext": "init containers use the one of the training container",
 }
 """Keys of a container that users write here, and why they are refused."""
 
@@ -78,7 +78,7 @@ def check_init_containers(view: View) -> Iterator[Problem]:
             why = "a container's name has lower-case letters, digits and '-'"
             yield Problem(where, f"{show(name)} is not a valid name", why, "Correct it")
         elif name == TRAINER_CONTAINER or str(name).startswith(OUR_VOLUME_PREFIX):
-            what, why = f"{show(name)} is reserved", "the run's own container has it"
+            what, why = f"{show(name)} is reserved", "the run's own container uses it"
             yield Problem(where, what, why, "Rename it")
         if isinstance(image, str) and not is_image(image):
             where = format_path((*path, "image"))

@@ -22,7 +22,7 @@ class Preparation(Section):
 
 
 class CheckpointEvaluation(Section):
-    """Evaluation of each checkpoint in a pod of its own, beside the nodes and after them."""
+    """Evaluation of each checkpoint in a separate pod, during the training and after it."""
 
     resources: Resources = Resources()
     """Resources of the pod, which runs one process."""
@@ -49,7 +49,7 @@ def check_evaluation(view: View) -> Iterator[Problem]:
         return
     yield from check_resources_at(view, "spec", "evaluation", "resources")
     if view.is_given("spec.script"):
-        why = "what a script measures is known to the script alone"
+        why = "only the script knows what it measures"
         yield Problem("spec.evaluation", "has no meaning with script", why, "Remove it")
 
 

@@ -77,7 +77,7 @@ def check_resources_at(view: View, *where: str | int) -> Iterator[Problem]:
 
         # Read the file: a limit that is present but wrong has its own problem, and must not count as missing.
         if is_extended(name) and view.raw(*where, "limits", name) is None:
-            why = "a device is requested by its limit"
+            why = "devices are requested by their limit"
             yield Problem(
                 path,
                 "has no limit",
@@ -90,7 +90,7 @@ def check_resources_at(view: View, *where: str | int) -> Iterator[Problem]:
             remedy = f"Raise limits.{name} to at least {request}, or lower the request"
             yield Problem(path, f"{request} is more than the limit {limit}", "", remedy)
         elif is_extended(name) and quantity_value(request) != quantity_value(limit):
-            why = "a device is not shared, so both are equal"
+            why = "devices are not shared, so both must be equal"
             yield Problem(
                 path,
                 f"{request} differs from the limit {limit}",

@@ -80,14 +80,14 @@ def check_command(view: View) -> Iterator[Problem]:
             yield Problem(
                 f"{_COMMAND}[{index}]",
                 "has a NUL character",
-                "no argument can hold one",
+                "no argument can contain one",
                 "Remove it",
             )
 
     # A launcher inside ours would start its own workers, which Evergrad would not count, save or restart.
     if (launcher := _launcher_in(command)) is not None:
         index, name = launcher
-        why = "the run starts its workers itself, as many as nodes and workersPerNode say"
+        why = "the run starts its workers itself; nodes and workersPerNode set their number"
         # Name the first word that looks like the program in the remedy.
         rest = command[index + 1 :]
         looks = (word for word in rest if word.endswith(".py") or word == MODULE)
@@ -172,11 +172,11 @@ def _check_file(program: Program) -> Iterator[Problem]:
         and program.kind == "executable"
         and ("/" not in program.name or words[0].endswith(".py"))
     ):
-        why = "no shell takes the words of a command apart"
+        why = "no shell splits a command into words"
         items = ", ".join([*map(show, words[:4]), *(["…"] if len(words) > 4 else [])])
         yield Problem(
             _FIRST,
-            f"{show(program.name)} holds several words",
+            f"{show(program.name)} contains several words",
             why,
             f"Write each word as an item: [{items}]",
         )
@@ -210,7 +210,7 @@ def check_environment(view: View) -> Iterator[Problem]:
             )
         if isinstance(value, str) and "\0" in value:
             yield Problem(
-                path, "has a NUL character", "no variable can hold one", "Remove it"
+                path, "has a NUL character", "no variable can contain one", "Remove it"
             )
 
     # A pod has only one variable of a name, so the order would decide silently which of two is used.

@@ -134,12 +134,12 @@ def check_access_modes(view: View) -> Iterator[Problem]:
     if modes in (None, UNKNOWN) or FOR_ONE_POD not in modes:
         return
     if len(modes) > 1:
-        why = "Kubernetes takes it only alone"
+        why = "Kubernetes accepts it only alone"
         yield Problem(
             f"{_STORAGE}.accessModes",
-            f"{FOR_ONE_POD} stands beside others",
+            f"{FOR_ONE_POD} is combined with other modes",
             why,
-            "Remove the others, or it",
+            "Remove either it or the others",
         )
     found = view.known("spec.nodes.min", "spec.nodes.max")
     if found is not None:

@@ -90,7 +90,7 @@ def check_volumes(view: View) -> Iterator[Problem]:
             # Without a name, it would be a token of the namespace's default account, which the installation
             # has not allowed.
             if not view.is_given(ACCOUNT):
-                why = "a token is that of an account which the installation allows"
+                why = "a token belongs to an account that the installation allows"
                 remedy = f"Add {ACCOUNT}, or remove this source"
                 yield Problem(format_path(token), "names no account", why, remedy)
 
@@ -130,7 +130,7 @@ def check_mounts(mounts: Sequence[Item], volumes: Sequence[Item]) -> Iterator[Pr
                 "Correct it",
             )
         elif isinstance(place, str) and hides_ours(place):
-            why = f"the run itself has {', '.join(OUR_MOUNTS)}"
+            why = f"the run itself mounts {', '.join(OUR_MOUNTS)}"
             yield Problem(
                 format_path((*path, "mountPath")),
                 f"{show(place)} is reserved",
@@ -147,7 +147,7 @@ def _check_volume_kinds(
         yield Problem(
             format_path((*path, "name")),
             f"the prefix {OUR_VOLUME_PREFIX} is reserved",
-            "the run's own volumes have it",
+            "the run's own volumes use it",
             "Rename it",
         )
     for kind in kinds:
@@ -156,7 +156,7 @@ def _check_volume_kinds(
             why = (
                 f"did you mean `{near}`? {allowed}"
                 if near
-                else "it reaches past what a pod of a run may touch"
+                else "it gives access to more than a pod of a run may use"
             )
             yield Problem(
                 format_path((*path, kind)),

@@ -66,7 +66,7 @@ def task_problems(training: Training, *, base_directory: Path) -> list[Problem]:
     module = training.recipe.partition(":")[0]
     what, why = f"the module {module} was not found", f"there is no {path}"
     return [
-        Problem(_FIELD, what, why, "Put the file beside the manifest, or correct its name")
+        Problem(_FIELD, what, why, "Put the file next to the manifest, or correct its name")
     ]
 
 
@@ -86,7 +86,7 @@ def collect_task(training: Training, base_directory: Path) -> dict[str, str]:
             for name, file in find_sources([path], base_directory).items()
         }
     except (OSError, UnicodeDecodeError) as error:
-        remedy = "Look at the files beside the manifest"
+        remedy = "Check the files next to the manifest"
         raise ConfigurationError(
             Problem(_FIELD, "cannot be read", str(error), remedy)
         ) from error

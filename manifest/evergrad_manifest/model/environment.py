@@ -149,6 +149,6 @@ def check_env_from(items: Sequence[Item]) -> Iterator[Problem]:
             yield Problem(
                 format_path((*path, "prefix")),
                 f"{show(prefix)} is reserved",
-                "the run's own variables have it",
+                "the run's own variables use it",
                 "Use another",
             )

@@ -50,7 +50,7 @@ def check_depth(raw: Any) -> Problem | None:
     return Problem(
         format_path(path[:3]),
         what,
-        "mappings or lists lie in one another",
+        "mappings or lists are nested in one another",
         "Write it flatter",
     )
 

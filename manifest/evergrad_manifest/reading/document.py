@@ -123,7 +123,7 @@ def _compose(text: str, label: str) -> yaml.Node:
         root = loader.get_single_node()
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        what = f"holds the character U+{int(error.character):04X}"
+        what = f"contains the character U+{int(error.character):04X}"
         raise _UnusableDocumentError(
             Problem(f"{label}:{line}", what, "it is not allowed in YAML", "Remove it")
         ) from error
@@ -147,7 +147,7 @@ def _compose(text: str, label: str) -> yaml.Node:
                 label,
                 "is empty",
                 "a TrainingRun is needed",
-                "Write one; docs/reference/configuration.md has them all",
+                "Write one; docs/reference/configuration.md lists all fields",
             )
         )
     return root
@@ -184,8 +184,8 @@ def _syntax_problem(error: yaml.MarkedYAMLError, label: str) -> Problem:
         return Problem(
             where,
             "a second document begins here",
-            "a file holds exactly one TrainingRun",
-            "Move it to a file of its own",
+            "a file contains exactly one TrainingRun",
+            "Move it to its own file",
         )
     said = (
         " ".join(str(part) for part in (error.context, error.problem) if part)
@@ -301,7 +301,7 @@ class _Construction:
                 lines = f"in lines {first[key]} and {_line(key_node)}{source}"
                 what, why = (
                     f"the key is given twice, {lines}",
-                    "only one of them could count",
+                    "only one of them could take effect",
                 )
                 self._document.problems.append(
                     Problem(format_path(here), what, why, "Remove one of them")

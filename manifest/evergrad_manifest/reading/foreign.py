@@ -100,8 +100,10 @@ FOREIGN: Final = (
     Foreign(
         ("auto_find_batch_size", "auto_scale_batch_size", "find_executable_batch_size"),
         (f"{_T}.batching.microBatchSize",),
-        "micro-batches decide the bits of a step, so that a size that each machine finds for itself would "
-        "make another run of the same file",
+        (
+            "the size of a micro-batch affects the bits of a step, so sizes that each machine finds for "
+            "itself would give different runs of the same file"
+        ),
     ),
     Foreign(
         (
@@ -124,8 +126,10 @@ FOREIGN: Final = (
             *("rampup_batch_size", "batch_size_rampup", "batch_size_schedule"),
         ),
         (f"{_T}.schedule",),
-        "a step has one size throughout, so that its samples follow from its number; a falling learning rate "
-        "does the duty of a growing batch",
+        (
+            "a step has one size throughout, so that its samples follow from its number; a falling "
+            "learning rate has the effect of a growing batch"
+        ),
     ),
     Foreign(
         ("loss_reduction", "average_tokens_across_devices", "mean_of_means"),
@@ -266,8 +270,10 @@ FOREIGN: Final = (
     Foreign(
         ("callbacks", "hooks"),
         (f"{_T}.recipe",),
-        "a task of your own has observers, its own loss and its own data; nothing replaces the values of "
-        "others unseen",
+        (
+            "a task of your own has observers, its own loss and its own data; nothing replaces other "
+            "values silently"
+        ),
     ),
     Foreign(("ema_decay", "use_ema", "ema_model", "ema_halflife"), (f"{_T}.ema.decay",)),
     # The machine.
@@ -370,7 +376,7 @@ FOREIGN: Final = (
     Foreign(
         ("fuse_positions_prob", "fuse_positions"),
         (f"{_T}.data.packing",),
-        "positions begin anew in each row, so that a packed row has the loss of the row by itself",
+        "positions start again in each row, so that a packed row has the same loss as the row alone",
     ),
     Foreign(
         ("repeat_to_pack_max_length", "repeat_to_pack"),
@@ -381,7 +387,7 @@ FOREIGN: Final = (
     Foreign(
         ("ignore_empty_think", "ignore_empty_thoughts"),
         (f"{_T}.rows.chatTemplate",),
-        "what is learned stands in the generation blocks of a template, which can leave thoughts out",
+        "the generation blocks of a template mark what is learned, and can leave thoughts out",
     ),
     Foreign(("eval_sources", "eval_dataset"), (f"{_T}.evaluation.sources",)),
     Foreign(
@@ -446,7 +452,7 @@ FOREIGN: Final = (
     Foreign(
         ("resume_from_checkpoint", "resume_from", "auto_resume"),
         (f"{_T}.initFrom.path",),
-        "a run resumes by itself; a fresh one goes on from another run's checkpoint with `load: everything`",
+        "a run resumes by itself; a new run continues from another run's checkpoint with `load: everything`",
     ),
     Foreign(
         ("load_checkpoint_strategy", "load_optimizer", "load_weights_only"),
@@ -473,12 +479,12 @@ FOREIGN: Final = (
     Foreign(
         ("checkpoint_engines", "checkpoint_engine", "checkpoint.type"),
         why="all checkpoints have one format, and can be resumed; `evergrad checkpoint export` makes "
-        "a transformers directory of any of them, beside the run",
+        "a transformers directory of any of them, while the run trains",
     ),
     Foreign(
         ("exit_iteration_this_run", "max_steps_this_run"),
         (f"{_T}.stop.afterStep",),
-        "a start is no part of a run whose nodes come and go; for one start by hand there is "
+        "a start is not part of a run whose nodes come and go; for one start by hand there is "
         "`evergrad run --stop-after-steps`",
     ),
     Foreign(("load_checkpoint", "init_checkpoint"), (f"{_T}.initFrom.path",)),
@@ -498,7 +504,7 @@ FOREIGN: Final = (
     Foreign(
         ("checkpoints_root_dir", "output_path", "output_dir"),
         ("spec.storage.path",),
-        "a run has one directory for all that it writes; by hand `evergrad run --run-directory` names it",
+        "a run writes everything into one directory; `evergrad run --run-directory` sets it",
     ),
 )
 

@@ -87,13 +87,13 @@ AROUND: Final = (
             *("planning", "planner", "cem", "cem_iterations", "cem_samples"),
         ),
         (f"{_T}.recipe",),
-        "a rollout and a plan use a model that has been trained: a program beside the run does it, or an "
+        "a rollout and a plan use a model that has been trained: a separate program does it, or an "
         "evaluator of a task of your own",
     ),
     Foreign(
         ("registry", "registries", "class_path"),
         (f"{_T}.recipe",),
-        "parts have the names of the file, or are module:attr of a file beside it; there is no table to "
+        "parts have the names of the file, or are module:attr of a file next to it; there is no table to "
         "enter oneself in, and so nothing entered twice",
     ),
     Foreign(
@@ -116,8 +116,10 @@ AROUND: Final = (
     Foreign(
         ("plot_intermediates", "log_plots", "plot_activations", "intermediates"),
         (f"{_T}.recipe",),
-        "the report plots metrics, and those of a task of your own too; what a model computes inside is no "
-        "metric, and compiled blocks do not keep it",
+        (
+            "the report plots metrics, and those of a task of your own too; what a model computes inside "
+            "is not a metric, and compiled blocks do not keep it"
+        ),
     ),
     Foreign(
         ("require_accelerator", "no_require_accelerator"),
@@ -142,7 +144,7 @@ AROUND: Final = (
     ),
     Foreign(
         ("allow_fixture", "fixture", "fixture_mode"),
-        why="a run has no mode in which its data count for less; its name and its snapshot say what it is",
+        why="a run has no mode in which its data counts for less; its name and its snapshot show what it is",
     ),
     Foreign(
         ("edit_type_weights", "balanced_sampling", "edit_type_balance"),

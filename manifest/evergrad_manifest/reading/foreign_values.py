@@ -45,13 +45,13 @@ FOREIGN_VALUES: Final = (
     ForeignValue(
         "precision",
         ("fp8", "float8", "fp8-hybrid"),
-        "training in fp8 needs kernels of a package beside torch, which the trainer does not have",
+        "training in fp8 needs kernels of a package other than torch, which the trainer does not have",
         "Write bf16-autocast",
     ),
     ForeignValue(
         "precision",
         ("fp16", "float16", "half", "fp16-mixed", "16-mixed"),
-        "weights in fp16 would lose most updates; what is trained stays in fp32 beside products in fp16",
+        "weights in fp16 would lose most updates; what is trained stays in fp32, and products are in fp16",
         "Write fp16-autocast, or bf16-autocast, which needs no scale of the loss",
     ),
     ForeignValue(
@@ -65,7 +65,7 @@ FOREIGN_VALUES: Final = (
         "optimizer.type",
         ("*8bit", "*4bit", "*_bnb", "*_fp8"),
         "such moments have a scale for each block of a tensor, and the blocks follow from how it is cut: "
-        "another number of processes would give other bits; their kernels are in packages beside torch",
+        "another number of processes would give other bits; their kernels are in packages other than torch",
         "Write adafactor, which keeps less, or set runtime.precision: bf16, whose moments are bf16",
     ),
     ForeignValue(

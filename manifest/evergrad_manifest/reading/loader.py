@@ -212,7 +212,7 @@ def read_document(path: Path, *, source: str = "") -> Document:
         shown = show(document.value)
         held = shown if isinstance(document.value, list) else f"only the value {shown}"
         problem = Problem(
-            label, f"holds {held} and not a mapping", why, "Write `key: value` lines"
+            label, f"contains {held} and not a mapping", why, "Write `key: value` lines"
         )
         return Document(problems=[problem])
     return document

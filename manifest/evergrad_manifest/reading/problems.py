@@ -59,28 +59,32 @@ _PATTERNS: Final = {
 }
 _FORMS: Final = {
     CHROMOSOME: (
-        "is no name of a chromosome",
+        "is not the name of a chromosome",
         "it has neither blanks nor colons",
         "Rename it",
     ),
     INTERVAL: (
-        "is no interval",
+        "is not an interval",
         "it is a chromosome with its first and its last base",
         "Write it as chr1:100-200",
     ),
     EDIT_KEY: (
-        "is no edit",
+        "is not an edit",
         "it is a chromosome, a position, a reference and an alternate",
         "Write it as chr1:100:A:G",
     ),
-    WEIGHT_HASH: ("is no SHA-256", "it has 64 hex digits", "Write what sha256sum prints"),
+    WEIGHT_HASH: (
+        "is not a SHA-256",
+        "it has 64 hex digits",
+        "Write what sha256sum prints",
+    ),
 }
 """Patterns of values that are not names."""
 _POSITIONS: Final = ("spec", "training", "model", "config", "max_position_embeddings")
 _REFUSED_IN_TEMPLATE: Final = {
     "serviceAccount": "its name today is serviceAccountName, for an account that the installation allows",
     "automountServiceAccountToken": (
-        "no token is mounted by itself; a projected volume has one, beside serviceAccountName"
+        "no token is mounted by default; use a projected volume, together with serviceAccountName"
     ),
     "restartPolicy": "the supervisor restarts workers and the operator replaces pods",
     "resources": "a pod's requests and limits belong in spec.resources",
@@ -88,10 +92,10 @@ _REFUSED_IN_TEMPLATE: Final = {
         "a pod of a run has one container, which the operator builds; initContainers end before it"
     ),
     "spec": (
-        "a run's template is flat: fields of a pod's spec such as nodeSelector stand directly below "
+        "a run's template is flat: fields of a pod's spec such as nodeSelector belong directly below "
         "spec.template"
     ),
-    "metadata": "a run's template is flat: labels and annotations stand directly below spec.template",
+    "metadata": "a run's template is flat: labels and annotations belong directly below spec.template",
 }
 # Words from other trainers and from Kubernetes, in the form that spelling.fold returns.
 _OTHER_TRAINERS_WORDS: Final = {

@@ -154,12 +154,12 @@ def check_rhythms(view: View) -> Iterator[Problem]:
         given = [unit for unit in units if view.is_given(f"{path}.{unit}")]
         if len(given) != 1:
             what = f"{' and '.join(given)} are set" if given else "has no length"
-            why = "a rhythm is exactly one of steps, tokens and seconds"
+            why = "an interval is exactly one of steps, tokens and seconds"
             yield Problem(
                 path, what, why, "Keep one, remove the rest" if given else "Add one"
             )
         elif given == ["seconds"] and key == "keepEvery":
-            why = "which checkpoints are never removed follows from their steps, and not from a clock"
+            why = "the checkpoints that are never removed are chosen by step, not by time"
             yield Problem(
                 f"{path}.seconds", "has no meaning here", why, "Use steps or tokens"
             )
@@ -211,7 +211,7 @@ def check_position(view: View) -> Iterator[Problem]:
         yield Problem(f"{horizon}.epochs", what, why, remedy)
     if view.get(f"{TRAINING}.data.overfitFirstBatch") is True:
         what = "has no meaning with initFrom.load position"
-        why = "all steps would have the samples of the first, and no source would go on"
+        why = "all steps would have the samples of the first, and no source would continue"
         yield Problem(f"{TRAINING}.data.overfitFirstBatch", what, why, "Remove it")
 
 

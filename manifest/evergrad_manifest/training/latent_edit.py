@@ -294,7 +294,7 @@ def check_intervals(view: View) -> Iterator[Problem]:
         if not 1 <= first <= last:
             why = "bases are counted from 1, the last one included"
             where = f"{_HOLD_OUT}.intervals[{index}]"
-            yield Problem(where, f"{interval} holds no base", why, "Write first-last")
+            yield Problem(where, f"{interval} contains no base", why, "Write first-last")
 
 
 def _is_here(view: View) -> bool:

@@ -31,7 +31,7 @@ ModuleName = Annotated[str, Field(min_length=1, max_length=253)]
 
 
 class Lora(Section):
-    """Low-rank adapters (peft) beside frozen weights; they alone are trained, saved."""
+    """Low-rank adapters (peft) on frozen weights; only they are trained and saved."""
 
     rank: Count = Field(ge=1, le=4096)
     """Inner size of the two matrices whose product is added to the weights of a layer."""

@@ -134,8 +134,8 @@ def check_trackers(view: View) -> Iterator[Problem]:
         if type_ is UNKNOWN:
             continue
         if type_ in seen:
-            what = f"{type_} stands twice"
-            why = "a run is shown by each tracker once"
+            what = f"{type_} is listed twice"
+            why = "each tracker shows a run once"
             yield Problem(format_path((*path, "type")), what, why, "Remove one of them")
         seen.add(type_)
 
@@ -166,7 +166,7 @@ def check_trackers(view: View) -> Iterator[Problem]:
         if is_online and isinstance(url, str) and has_credentials(url):
             what, why = (
                 "has a user or a password",
-                "everybody who sees the run would see them",
+                "anyone who can read the run could read them",
             )
             remedy = f"Remove them; they belong in {_CREDENTIALS_OF[type_]}"
             yield Problem(format_path((*path, "url")), what, why, remedy)
@@ -175,7 +175,7 @@ def check_trackers(view: View) -> Iterator[Problem]:
 def check_profile(view: View) -> Iterator[Problem]:
     """Check that traces do not overlap, and that every tracing process is notified before a trace begins."""
     if view.get(f"{PROFILE}.ranks") == "all" and view.get(f"{PROFILE}.firstStep") == 1:
-        why = "only the first process is told of a start before it, and the others follow its steps"
+        why = "only the first process is notified before its first step, and the others follow its steps"
         remedy = "Raise it to at least 2, or set ranks: first"
         yield Problem(
             f"{PROFILE}.firstStep", "1 cannot be traced by all ranks", why, remedy
@@ -211,7 +211,7 @@ def check_monitors(view: View) -> Iterator[Problem]:
         # The checkpoint identifies the state of a monitor by type and metric.
         if metric is not UNKNOWN:
             if (type_, metric) in seen:
-                what = f"a {type_} of {metric} is watched already"
+                what = f"a {type_} of {metric} is already watched"
                 yield Problem(
                     format_path((*path, "metric")), what, "", "Remove one of them"
                 )
@@ -235,14 +235,14 @@ def _check_keys(
             yield Problem(where, f"has no meaning with type {type_}", "", remedy)
     if type_ == "plateau" and view.raw(*path, "patience") is None:
         where = format_path((*path, "patience"))
-        why = "without it no number of looks would be too many"
+        why = "without it the monitor would never act"
         yield Problem(where, "missing; it has no default", why, "Add it, such as 5")
     if monitor["limit"] is not None:
         for key in ("ratio", "of"):
             if monitor[key] not in (None, UNKNOWN):
-                why = "the limit is a value, and compared with none"
+                why = "the limit is a value, and is not compared with another one"
                 where = format_path((*path, key))
-                yield Problem(where, "has no meaning beside limit", why, "Remove it")
+                yield Problem(where, "has no meaning together with limit", why, "Remove it")
 
 
 def _check_comparison(

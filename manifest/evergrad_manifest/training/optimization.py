@@ -310,14 +310,14 @@ def check_pieces(
             problems.append(Problem(where, what, "", remedy))
         elif steps_of(end, total) <= last:
             why = "each piece begins where the one before it ends"
-            what = f"{shown} does not lie behind {before}"
+            what = f"{shown} is not after {before}"
             problems.append(Problem(where, what, why, "Sort the pieces, or remove one"))
         last, before = steps_of(end, total), f"{shown}, where the piece before it ends"
     return problems
 
 
 class Ema(Section):
-    """An exponential moving average of the trained weights, in fp32, beside them."""
+    """An exponential moving average of the trained weights, in fp32, in addition to them."""
 
     decay: Fraction = Field(gt=0, lt=1)
     """Share of the average that an update keeps, for example 0.999."""

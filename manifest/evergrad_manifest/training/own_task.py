@@ -28,7 +28,7 @@ def check_recipe(recipe: str) -> str:
     if "/" in recipe or ".py:" in recipe:
         module = recipe.rpartition("/")[2].replace(".py:", ":")
         remedy = (
-            f"Write {module} for a file beside this one"
+            f"Write {module} for a file next to this one"
             if _OWN_TASK.fullmatch(module)
             else remedy
         )

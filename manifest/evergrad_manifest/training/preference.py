@@ -51,7 +51,7 @@ def check_section(view: View) -> Iterator[Problem]:
     """Check that the section is set only for recipes that read pairs."""
     recipe = view.get(f"{TRAINING}.recipe")
     if recipe in RECIPES and recipe != PREFERENCE and view.is_given(_SECTION):
-        what, why = f"has no meaning with recipe {recipe}", "its samples are no pairs"
+        what, why = f"has no meaning with recipe {recipe}", "its samples are not pairs"
         yield Problem(_SECTION, what, why, f"Remove it, or set recipe: {PREFERENCE}")
 
 
@@ -112,7 +112,7 @@ def check_pair_packing(view: View) -> Iterator[Problem]:
     if not reads_pairs(view) or packing is UNKNOWN or not view.is_given(_PACKING):
         return
     if packing != "none":
-        why = "each completion of a pair has a row of its own, filled up behind its end"
+        why = "each completion of a pair has its own row, which is padded at its end"
         yield Problem(_PACKING, f"{show(packing)} is not for pairs", why, "Leave it out")
 
 

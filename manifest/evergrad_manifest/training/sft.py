@@ -90,7 +90,7 @@ def check_sft(view: View) -> Iterator[Problem]:
     recipe = view.get(f"{TRAINING}.recipe")
     if recipe is UNKNOWN or recipe not in RECIPES or recipe == SFT:
         return
-    refused = {_ROWS: "its samples are no rows", _GENERATION: "it has no prompts"}
+    refused = {_ROWS: "its samples are not rows", _GENERATION: "it has no prompts"}
     if recipe == PREFERENCE:
         refused = {_GENERATION: "its rows have two completions each"}
     for path, why in refused.items():
@@ -141,7 +141,7 @@ def check_rows(view: View) -> Iterator[Problem]:
                 yield Problem(
                     format_path((*path, "type")),
                     f"{item['type']} has no rows of messages or prompts",
-                    f"recipe {recipe} reads JSON objects, one a line, or the rows of Parquet files",
+                    f"recipe {recipe} reads JSON objects, one per line, or the rows of Parquet files",
                     "Write the rows so, and set type: jsonl or parquet",
                 )
             elif item["textField"] not in ("text", UNKNOWN):
@@ -200,7 +200,9 @@ def check_generation(view: View) -> Iterator[Problem]:
         return
     if any(not text for text in view.raw(*_GENERATION.split("."), "stop") or ()):
         why = "every text has it everywhere"
-        yield Problem(f"{_GENERATION}.stop", "an empty text is no end", why, "Remove it")
+        yield Problem(
+            f"{_GENERATION}.stop", "an empty text cannot mark an end", why, "Remove it"
+        )
     if view.get(_TOO_LONG) == "truncate":
         yield Problem(
             _TOO_LONG,

@@ -273,11 +273,11 @@ def check_overrides(view: View) -> Iterator[Problem]:
         if first is UNKNOWN:
             continue
         if first <= last:
-            what = f"{first} does not lie behind {last}, the step of the override before"
+            what = f"{first} is not after {last}, the step of the override before"
             yield Problem(
                 here,
                 what,
-                "their order decides which one holds",
+                "their order decides which one applies",
                 "Sort them, or join those of one step",
             )
         elif total is not None and first > total:

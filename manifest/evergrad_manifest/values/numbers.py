@@ -166,7 +166,7 @@ def _exact_text(text: str, units: dict[str, Any]) -> Ratio:
             base, exponent = int(power[1]), int(power[2])
             value = f"1e{exponent}" if base == 10 else str(base ** max(0, exponent))
             remedy = f"Write {value}" if base == 10 or exponent >= 0 else "Write its value"
-            raise NumberError(what, "a power is not worked out", remedy)
+            raise NumberError(what, "powers are not calculated", remedy)
         raise NumberError(what, "", remedy)
     digits, unit = match[1], match[2]
     if unit and unit not in units:

@@ -166,7 +166,7 @@ def _old_of(request: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def deny_depth(uid: str) -> dict[str, Any]:
     """Return the AdmissionReview that refuses an object that is nested too deeply to be parsed."""
-    why = "hundreds of mappings or lists lie in one another"
+    why = "hundreds of mappings or lists are nested in one another"
     return _answer(
         uid,
         (

@@ -174,7 +174,7 @@ def parse_settings(
         config[field.name] = tuple(value) if isinstance(value, list) else value
     gangs = ("none", *POD_GROUPS)
     if config["gang"] not in gangs:
-        parser.error(f"--gang: {config['gang']!r} is none of {', '.join(gangs)}")
+        parser.error(f"--gang: {config['gang']!r} is not one of {', '.join(gangs)}")
     # Network policies select the operator by its namespace.
     if not config["operator_namespace"]:
         config["operator_namespace"] = environ.get("POD_NAMESPACE", "")

@@ -141,7 +141,7 @@ async def test_nodes_of_other_runs_are_refused_with_a_reason(start: Start) -> No
     coordinator = start("--expect", "1")
     first = await form_group(coordinator, 1, fingerprint={"torch": "2.13"})
     for changes, words in (
-        ({"run": "other"}, "this coordinator is of r"),
+        ({"run": "other"}, "this coordinator serves r"),
         ({"token": "wrong"}, "hello.token"),
         ({"fingerprint": {"torch": "2.14"}}, "2.14; the group's first member has 2.13"),
     ):
@@ -584,7 +584,7 @@ def test_a_damaged_state_file_is_reported(start: Start, tmp_path: Path) -> None:
     (tmp_path / "state").write_text("{}")
     coordinator = start("--state", str(tmp_path / "state"))
     assert coordinator.process.wait(PATIENCE) == 70
-    assert "holds no generation" in coordinator.log()[-1]["message"]
+    assert "contains no generation" in coordinator.log()[-1]["message"]
 
 
 @in_loop

@@ -294,7 +294,7 @@ def test_a_script_may_report_anything_and_only_invalid_values_are_lost(
     assert len([event for event in run.events() if event["event"] == "hello"]) == 2, (
         "and none came again"
     )
-    assert run.output.count("report(): loss: nan is no finite number") == 2, (
+    assert run.output.count("report(): loss: nan is not a finite number") == 2, (
         "one warning a worker"
     )
     assert "Traceback" not in run.output
@@ -574,7 +574,7 @@ def test_a_worker_that_hangs_after_another_has_ended_is_reported_by_name_and_kil
     )
     assert shown.returncode == 0, shown.stderr
     worker = shown.stdout.split("==> rank 1, ")[1].split("==> ")[0]
-    assert "in wait_for_nothing" in worker and "where the kernel has it wait" in worker
+    assert "in wait_for_nothing" in worker and "kernel function in which it waits" in worker
     assert "==> node 0, evergrad-node0" in shown.stdout
     run.launcher.terminate()
     assert run.wait() == 75

@@ -177,7 +177,7 @@ def run_of(
 FLEET = [
     run_of("docs-lm", "Running", 1200, message="3 nodes, 3 workers", checkpoint={"step": 1200}),
     run_of("code-lm", "Running", 9100, message="4 nodes, 4 workers", checkpoint={"step": 9000}),
-    run_of("preference", "Waiting", 300, message="1 nodes are here; at least 2 are needed", restarts={"total": 4}),
+    run_of("preference", "Waiting", 300, message="1 node connected; at least 2 needed", restarts={"total": 4}),
     run_of("<b>molecules</b>", "Failed", 40, message="data.sources[0].path: there is no such file"),
     run_of("small", "Complete", 20000, message="all workers ended well"),
 ]  # fmt: skip

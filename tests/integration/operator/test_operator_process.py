@@ -426,7 +426,7 @@ def test_a_worker_that_hangs_makes_the_operator_unhealthy(
         service.kube.apply = hang  # type: ignore[method-assign]
         create(server.store, "a")
         await until(lambda: service.vitals.find_stall() is not None)
-        assert "work stands still" in str(service.vitals.find_stall())
+        assert "work is stalled" in str(service.vitals.find_stall())
 
     in_one_process(tmp_path, scenario)
 

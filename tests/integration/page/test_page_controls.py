@@ -139,7 +139,7 @@ def test_a_second_run_is_drawn_from_its_file_over_the_first(
     choose("no rows")
     wait(browser, f"({LOSS}).kind.curves.length === 1")
     note = browser.run("return document.getElementById('other-note').textContent")
-    assert note == "The file has no rows of steps. Choose a metrics.jsonl."
+    assert note == "The file contains no steps. Choose a metrics.jsonl."
 
 
 def test_tile_and_curve_header_show_the_same_throughput_and_annotations_have_a_legend(

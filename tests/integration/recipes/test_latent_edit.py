@@ -300,11 +300,11 @@ def test_preflight_reports_what_an_encoder_directory_lacks(
     )
     write(experiment, **own)
     (folder / "config.json").rename(folder / "elsewhere")
-    assert any("holds no config.json" in one for one in findings(USER_ERROR))
+    assert any("contains no config.json" in one for one in findings(USER_ERROR))
     (folder / "elsewhere").rename(folder / "config.json")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
-    assert any("holds no tokenizer" in one for one in findings(USER_ERROR))
+    assert any("contains no tokenizer" in one for one in findings(USER_ERROR))
 
 
 @pytest.mark.long

@@ -140,7 +140,7 @@ def test_a_run_does_not_continue_with_other_data_and_nothing_is_overwritten(
         path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
         texts = [
             f"{path}: its content changed since this run was prepared",
-            "Restore the file to go on with this run",
+            "Restore the file to continue this run",
         ]
     said = experiment.run(expect=USER_ERROR).err
     assert all(text in said for text in texts), said

@@ -111,14 +111,17 @@ def test_generation_ends_if_a_peer_dies_and_is_repeated(
             '{"text": "a"}',
             "rows.jsonl:121: the row has neither 'messages' nor 'prompt' and 'completion'",
         ),
-        ('{"messages": []}', "rows.jsonl:121: the field 'messages' is no list of messages"),
+        (
+            '{"messages": []}',
+            "rows.jsonl:121: the field 'messages' is not a list of messages",
+        ),
         (
             '{"messages": [{"role": "user", "content": "a"}]}',
             "rows.jsonl:121: no message has the role 'assistant'; there are user",
         ),
         (
             '{"messages": [{"role": "user"}]}',
-            "rows.jsonl:121: messages[0] has a role and nothing else; a message has content, tool calls",
+            "rows.jsonl:121: messages[0] has only a role; a message has content, tool calls",
         ),
         (
             '{"prompt": "a", "completion": ""}',
@@ -157,7 +160,7 @@ def test_truncated_and_omitted_rows_are_reported_at_every_start(
         assert "rows.jsonl: rows 1 too long, and left out, 1 too long, and cut" in said
     listed = experiment.command("prepare", "tiny.yaml").expect(DONE)
     assert (
-        "lines passed over: 1 too long, and left out, lines cut: 1 too long, and cut"
+        "lines skipped: 1 too long, and left out, lines cut: 1 too long, and cut"
         in listed.out
     )
 

@@ -267,7 +267,7 @@ def test_without_the_checkpoint_of_the_boundary_a_resume_is_refused(
     shutil.rmtree(stopped / "checkpoints" / f"step-{BOUNDARY}")
     before = sorted(path.name for path in (stopped / "checkpoints").iterdir())
     err = whole.run(directory="no-boundary", expect=USER_ERROR).err
-    assert f"holds no checkpoint of step {BOUNDARY} that this run went on from" in err
+    assert f"contains no checkpoint of step {BOUNDARY} from which this run continued" in err
     assert f"Restore step-{BOUNDARY} from a copy" in err
     assert before == sorted(path.name for path in (stopped / "checkpoints").iterdir())
 
@@ -291,8 +291,8 @@ def test_another_checkpoint_in_place_of_the_boundary_checkpoint_is_refused(
     shutil.rmtree(place)
     shutil.copytree(other, place)
     err = experiment.run(directory="stopped", expect=USER_ERROR).err
-    assert f"holds no checkpoint of step {BOUNDARY} that this run went on from" in err
-    assert f"{place}: holds other weights" in err
+    assert f"contains no checkpoint of step {BOUNDARY} from which this run continued" in err
+    assert f"{place}: has other weights" in err
 
 
 @pytest.mark.parametrize(

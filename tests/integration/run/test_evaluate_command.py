@@ -284,7 +284,7 @@ def test_a_pod_writes_the_results_of_its_checkpoint_and_the_waiting_steps(
 
     # A checkpoint that was removed is skipped with a message.
     gone = pod(999)
-    assert not gone.results and "holds no checkpoint of step 999" in gone.passed_over
+    assert not gone.results and "contains no checkpoint of step 999" in gone.passed_over
 
 
 def test_a_comparison_reads_the_weights_although_the_checkpoint_was_evaluated_before(

@@ -47,13 +47,13 @@ def refuse(finished: Experiment, *arguments: str) -> str:
         ),
         (
             ["runs/tiny", "--set", "heldout"],
-            "--set: 'heldout' is no evaluation set; did you mean heldOut? Known: heldOut.",
+            "--set: 'heldout' is not an evaluation set; did you mean heldOut? Known: heldOut.",
         ),
         (
             ["runs/tiny", "--checkpoint", "5"],
             (
-                "runs/tiny/checkpoints: holds no checkpoint of step 5; the run has not saved it, or "
-                "retention has removed it. Choose one of those that are there: 3, 6, 8."
+                "runs/tiny/checkpoints: contains no checkpoint of step 5; the run has not saved it, or "
+                "retention has removed it. Choose one of the existing ones: 3, 6, 8."
             ),
         ),
         (
@@ -66,7 +66,7 @@ def refuse(finished: Experiment, *arguments: str) -> str:
         (
             ["runs/tiny", "--checkpoint", "newest"],
             (
-                "--checkpoint: 'newest' is no step; a checkpoint is named by its step, or as best or "
+                "--checkpoint: 'newest' is not a step; a checkpoint is named by its step, or as best or "
                 "last. Use a step, best or last."
             ),
         ),
@@ -85,7 +85,7 @@ def test_a_run_without_a_checkpoint_is_refused(finished: Experiment) -> None:
     run = copy_of(finished, "unsaved")
     shutil.rmtree(run / "checkpoints")
     assert (
-        "runs/unsaved/checkpoints: holds no checkpoint; the run has not saved one yet. Wait for "
+        "runs/unsaved/checkpoints: contains no checkpoint; the run has not saved one yet. Wait for "
         "the run's first save, or let --watch wait for it."
         in refuse(finished, "runs/unsaved")
     )

@@ -162,7 +162,7 @@ def test_the_best_checkpoint_follows_a_metric_of_a_task_evaluator(
                 }
             },
             (
-                "spec.training.evaluation.sets[0].name: 'mean' is no evaluation set; nothing that the "
+                "spec.training.evaluation.sets[0].name: 'mean' is not an evaluation set; nothing that the "
                 "task measures has this name. Known here: heldOut, average."
             ),
         ),

@@ -62,7 +62,7 @@ def test_the_summary_names_every_source_and_the_skipped_lines(
     lines = printed.out.splitlines()
     assert re.fullmatch(
         r"docs   41 documents, \d+ tokens, \d+ tokens held out in 4 documents, "
-        r"lines passed over: 1 blank, 1 not an object, 1 not JSON, half surrogate pairs replaced "
+        r"lines skipped: 1 blank, 1 not an object, 1 not JSON, half surrogate pairs replaced "
         r"in 1 document",
         lines[0],
     )
@@ -257,7 +257,7 @@ def test_ctrl_c_keeps_finished_chunks_and_leaves_no_process(manifest: Path) -> N
     assert process.returncode == 75
     assert (
         errors.splitlines()[-1]
-        == "interrupted; finished chunks are kept, and the next prepare goes on from there"
+        == "interrupted; finished chunks are kept, and the next prepare continues from there"
     )
     assert "Traceback" not in errors
     assert not any(map(is_alive, helpers))

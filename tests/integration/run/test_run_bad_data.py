@@ -134,7 +134,7 @@ CASES = [
     Case(
         "no document at all",
         ("input-G-52",),
-        ("documents.jsonl: holds no document in ",),
+        ("documents.jsonl: contains no document in ",),
         text("documents.jsonl", '{"text": ""}\n'),
     ),
     Case(
@@ -235,7 +235,7 @@ CASES = [
     ),
     edits(
         "an edit of other letters",
-        "gnomad/train.jsonl:1: reference is no text of A, C, G and T",
+        "gnomad/train.jsonl:1: reference is not a text of A, C, G and T",
         shows="input-G-40",
         damage=population(ref="R"),
     ),

@@ -284,7 +284,7 @@ def test_remote_code_is_never_run(experiment: Experiment) -> None:
         ),
         (
             b'{"text": "fine"}\n["no", "object"]\n',
-            ["documents.jsonl:2: the line holds a list; each line is one JSON object"],
+            ["documents.jsonl:2: the line contains a list; each line is one JSON object"],
         ),
         (
             b'{"body": "other field"}\n',
@@ -318,7 +318,7 @@ def test_a_source_that_changed_after_its_preparation_stops_only_the_resume(
         experiment,
         str(path),
         "its content changed since this run was prepared",
-        "Restore the file to go on with this run",
+        "Restore the file to continue this run",
     )
     assert steps_of(experiment.at()) == [1, 2, 3, 4]
     path.write_bytes(original)

@@ -113,9 +113,12 @@ def damage(experiment: Experiment) -> None:
 def test_invalid_initial_states_are_refused_by_name(experiment: Experiment) -> None:
     experiment.run()
     cases: list[tuple[dict[str, Any], str]] = [
-        (begin_from(step=5), "holds no checkpoint of step 5; there are those of 8, 6, 3"),
+        (
+            begin_from(step=5),
+            "contains no checkpoint of step 5; the available steps are 8, 6, 3",
+        ),
         (begin_from(step=8), "spec.training.horizon: ends at step 8"),
-        ({"initFrom": {"path": "nowhere"}}, "nowhere: holds no checkpoint"),
+        ({"initFrom": {"path": "nowhere"}}, "nowhere: contains no checkpoint"),
         (
             {**begin_from(step=6), "data": {"sequenceLength": 32}},
             "spec.training.data.sequenceLength: 32 here, and 16 in",

@@ -67,7 +67,7 @@ def test_a_rate_changed_in_a_training_run_has_the_effect_of_one_set_from_the_fir
         "compare-runs", str(foreseen), str(path), "--exact"
     ).expect(0)
     assert (
-        f"B went on after step {HALF} with another file: spec.training.stop.afterStep"
+        f"B continued after step {HALF} with another file: spec.training.stop.afterStep"
         in compared.out
     )
 

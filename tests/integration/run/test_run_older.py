@@ -92,5 +92,5 @@ def test_a_run_of_05accba_with_other_data_is_refused_with_a_remedy(
     assert (
         f"error: {documents}: its content changed since this run was prepared" in ended.err
     )
-    assert "Restore the file to go on with this run, or train the new content" in ended.err
+    assert "Restore the file to continue this run, or train the new content" in ended.err
     assert before.items() <= contents(experiment).items()

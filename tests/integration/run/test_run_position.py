@@ -204,7 +204,7 @@ def test_settings_that_conflict_with_a_position_are_refused(continued: Experimen
             {"horizon": {"steps": 6}, "schedule": None},
             "spec.training.horizon: ends at step 6",
         ),
-        ({"initFrom": {"step": 5}}, "holds no checkpoint of step 5"),
+        ({"initFrom": {"step": 5}}, "contains no checkpoint of step 5"),
         (
             {"data": {"sources": [{"name": "b", "path": "b.jsonl", "samples": 5}]}},
             "spec.training.data.sources[0]: b is b of",

@@ -77,5 +77,5 @@ def test_a_step_that_the_second_run_has_not_saved_is_refused(
     save: Callable[..., Path],
 ) -> None:
     a, b = save("a", 20), save("b", 10)
-    with pytest.raises(CheckpointError, match="holds no checkpoint of step 20"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint of step 20"):
         compare_states(a, b)

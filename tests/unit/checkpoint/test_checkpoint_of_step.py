@@ -135,11 +135,11 @@ def test_a_missing_damaged_or_different_checkpoint_of_the_step_is_lost(
 ) -> None:
     solo = make_solo()
     solo.save(STEP + 10)
-    lost = f"holds no checkpoint of step {STEP} that this run went on from"
+    lost = f"contains no checkpoint of step {STEP} from which this run continued"
     with pytest.raises(CheckpointError, match=lost):
         load(solo, make_state(0))
     solo.save(STEP)
-    with pytest.raises(CheckpointError, match="holds other weights"):
+    with pytest.raises(CheckpointError, match="has other weights"):
         load(solo, make_state(0), is_right=False)
     os.truncate(solo.directory / f"step-{STEP}" / "rank-00000.bin", 100)
     with pytest.raises(CheckpointError, match="has 100 bytes"):

@@ -69,7 +69,7 @@ def test_the_checkpoint_of_a_step_is_loaded_and_a_missing_step_is_named(
     for where, known in ((run, "20, 10"), (run / "checkpoints" / "step-20", "20")):
         with pytest.raises(CheckpointError) as error:
             load_weights(where, make_state(0), step=15)
-        assert f"holds no checkpoint of step 15; there are those of {known}" in str(
+        assert f"contains no checkpoint of step 15; the available steps are {known}" in str(
             error.value
         )
 
@@ -147,9 +147,11 @@ def test_weights_of_another_model_are_refused_by_name(
 
 def test_a_path_without_checkpoints_is_named(tmp_path: Path, make_state: MakeState) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(CheckpointError, match=f"{path}: holds no checkpoint"):
+        with pytest.raises(CheckpointError, match=f"{path}: contains no checkpoint"):
             load_weights(path, make_state(0))
-        with pytest.raises(CheckpointError, match=f"{path}: holds no checkpoint of step 7"):
+        with pytest.raises(
+            CheckpointError, match=f"{path}: contains no checkpoint of step 7"
+        ):
             find(path, step=7)
 
 
@@ -221,7 +223,7 @@ def test_inspection_finds_the_checkpoint_that_a_load_would_use_and_reads_no_tens
 
 def test_inspection_without_a_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
     for path, step, said in (
-        (tmp_path / "nowhere", None, "holds no checkpoint"),
+        (tmp_path / "nowhere", None, "contains no checkpoint"),
         (run, 15, "there are those of 20, 10"),
     ):
         with pytest.raises(CheckpointError, match=said):
@@ -297,7 +299,7 @@ def test_a_read_only_run_is_read_without_a_lease_and_with_a_log_message(
     (run / "checkpoints" / "leases").touch()
     assert load_weights(run, make_state(0)).step == 20
     assert find(run).name == "step-20"
-    assert "step-20: cannot be held while it is read" in caplog.text
+    assert "step-20: cannot be protected while it is read" in caplog.text
     (run / "checkpoints" / "leases").unlink()
     with hold_checkpoint(run):
         assert find_leased(run / "checkpoints", now=time.time()) == {"step-20"}

@@ -403,11 +403,11 @@ def test_a_truncated_last_line_of_a_killed_run_is_ignored(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--steps", "5"), "--steps: '5' is no range of steps"),
-        (("--steps", ":"), "--steps: ':' is no range of steps"),
-        (("--steps", "9:5"), "--steps: '9:5' is no range of steps"),
-        (("--steps", "a:5"), "--steps: 'a:5' is no range of steps"),
-        (("--steps=-3:5",), "--steps: '-3:5' is no range of steps"),
+        (("--steps", "5"), "--steps: '5' is not a range of steps"),
+        (("--steps", ":"), "--steps: ':' is not a range of steps"),
+        (("--steps", "9:5"), "--steps: '9:5' is not a range of steps"),
+        (("--steps", "a:5"), "--steps: 'a:5' is not a range of steps"),
+        (("--steps=-3:5",), "--steps: '-3:5' is not a range of steps"),
         (("--tolerance", "nan"), "--tolerance: nan is not a finite number of at least 0"),
         (("--tolerance=-1",), "--tolerance: -1.0 is not a finite number of at least 0"),
         (("--steps", "100:200"), "--steps 100:200: there is no step to compare"),

@@ -61,6 +61,6 @@ def test_options_of_typed_runs_are_refused_for_a_script_and_not_ignored(
 ) -> None:
     assert main(["run", str(manifest), *arguments]) == 64
     assert (
-        f"error: {named}: has no meaning for spec.script; the steps of a script are its own."
+        f"error: {named}: has no meaning for spec.script; only the script controls its steps."
         in capsys.readouterr().err
     )

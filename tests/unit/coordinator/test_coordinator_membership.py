@@ -50,7 +50,7 @@ def of_kind(node: FakeNode, kind: type[Message]) -> list[Any]:
     return [message for message in node.received if isinstance(message, kind)]
 
 
-WRONG_TOKEN = "hello.token: not this run's. Give the node the token file that its coordinator was given."
+WRONG_TOKEN = "hello.token: not the token of this run. Give the node the token file of its coordinator."
 
 
 def hello(cluster: Cluster, **changes: Any) -> Message:
@@ -108,7 +108,7 @@ def test_the_start_waits_for_the_expected_nodes() -> None:
     cluster.start(0), cluster.start(1)
     cluster.run(3)
     assert cluster.group.generation == 0
-    assert cluster.condition.message == "2 nodes of the 3 expected are here"
+    assert cluster.condition.message == "2 of 3 expected nodes connected"
     cluster.start(2)
     cluster.run(0.5)
     assert len(cluster.go_members[1]) == 3

@@ -57,7 +57,7 @@ def test_a_process_with_a_permanently_held_gil_shows_its_stacks() -> None:
                 text = show_stacks(one)
                 assert text.startswith(f"==> {one.label}, ")
                 assert "in hold_the_gil" in text, text
-                assert "where the kernel has it wait" in text
+                assert "kernel function in which it waits" in text
         assert process.poll() is None, "it goes on"
         both = read_stacks_of(process.pid)
         assert both.count("in hold_the_gil") == 2

@@ -113,7 +113,7 @@ def test_blank_lines_and_empty_texts_are_counted_and_not_errors() -> None:
         (
             b'{"text": ' + b"1" * 5000 + b"}",
             SkipReason.NO_TEXT,
-            "the field 'text' holds a number",
+            "the field 'text' contains a number",
             "a text is a JSON string",
         ),
         (
@@ -131,19 +131,19 @@ def test_blank_lines_and_empty_texts_are_counted_and_not_errors() -> None:
         (
             b"[1]",
             SkipReason.NOT_AN_OBJECT,
-            "the line holds a list",
+            "the line contains a list",
             "each line is one JSON object",
         ),
         (
             b'"a"',
             SkipReason.NOT_AN_OBJECT,
-            "the line holds a string",
+            "the line contains a string",
             "each line is one JSON object",
         ),
         (
             b"null",
             SkipReason.NOT_AN_OBJECT,
-            "the line holds null",
+            "the line contains null",
             "each line is one JSON object",
         ),
         (
@@ -156,19 +156,19 @@ def test_blank_lines_and_empty_texts_are_counted_and_not_errors() -> None:
         (
             b'{"text": 3}',
             SkipReason.NO_TEXT,
-            "the field 'text' holds a number",
+            "the field 'text' contains a number",
             "a text is a JSON string",
         ),
         (
             b'{"text": null}',
             SkipReason.NO_TEXT,
-            "the field 'text' holds null",
+            "the field 'text' contains null",
             "a text is a JSON string",
         ),
         (
             b'{"text": ["a"]}',
             SkipReason.NO_TEXT,
-            "the field 'text' holds a list",
+            "the field 'text' contains a list",
             "a text is a JSON string",
         ),
     ],

@@ -85,7 +85,7 @@ def test_an_assay_is_split_into_documents_with_its_description(
 def test_a_line_without_the_expected_object_is_reported(
     tmp_path: Path, row: Any, kind: str, said: str
 ) -> None:
-    with pytest.raises(SystemExit, match=f"is no object with {said}"):
+    with pytest.raises(SystemExit, match=f"is not an object with {said}"):
         write(tmp_path, [row], "--type", kind)
 
 

@@ -119,7 +119,7 @@ def test_problems_of_a_folder_or_pattern_are_reported(folder: Path) -> None:
         "Check the path; it is relative to the manifest's directory."
     )
     assert message(folder, "tokens") == (
-        f"{folder}: holds no file whose name ends in .bin or .tokens; {FIELD}.path names it. "
+        f"{folder}: contains no file whose name ends in .bin or .tokens; {FIELD}.path names it. "
         f"Check the folder, or name its files by a pattern, such as {folder}/*."
     )
     (folder / "a" / "f.parquet").write_text("")
@@ -156,15 +156,14 @@ def test_a_file_that_is_too_large_for_one_document_is_refused(
 ) -> None:
     monkeypatch.setattr(files, "LARGEST_DOCUMENT", 0)
     assert message(folder, "text") == (
-        f"{folder / 'a/e.txt'}: has 1 bytes, and a document may have 0; each file is one document, which is "
-        f"in memory as a whole. Set {FIELD}.document to line, or cut the file."
+        f"{folder / 'a/e.txt'}: has 1 bytes, and a document may have at most 0; each file is one document, which must fit into memory. Set {FIELD}.document to line, or cut the file."
     )
 
 
 def test_compressed_token_ids_are_refused(tmp_path: Path) -> None:
     (tmp_path / "ids.bin.gz").write_bytes(b"1234")
     assert message(tmp_path / "ids.bin.gz", "tokens") == (
-        f"{tmp_path / 'ids.bin.gz'}: is compressed; token ids are read where they lie, at any place. "
+        f"{tmp_path / 'ids.bin.gz'}: is compressed; token ids are read in place, at any position. "
         "Decompress it."
     )
 

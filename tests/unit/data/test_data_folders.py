@@ -255,7 +255,7 @@ def test_a_folder_without_a_document_is_refused(
         (tmp_path / name).write_text("" if name == "a.jsonl" else "\n")
     message = message_of(prepared_in, one_source(training, "*.jsonl"))
     assert message.startswith(
-        f"{tmp_path / '*.jsonl'}: holds no document in 1 lines; 1 are blank"
+        f"{tmp_path / '*.jsonl'}: contains no document in 1 lines; 1 are blank"
     )
 
 
@@ -294,7 +294,7 @@ def test_a_resumed_run_refuses_a_changed_folder_and_names_the_differing_files(
         check_unchanged(recorded, recipe, **where)
     assert str(caught.value) == (
         f"{shards}: its files are not those that this run was prepared from; {difference}. "
-        "Restore them to go on with this run, or train the new content under another run name."
+        "Restore them to continue this run, or train the new content under another run name."
     )
 
 
@@ -309,7 +309,7 @@ def test_a_file_added_after_the_comparison_is_detected_in_the_prepared_data(
         check_prepared(recorded, prepared_in(recipe))
     assert str(caught.value) == (
         f"{shards}: its files are not those that this run was prepared from; added: 7.jsonl. "
-        "Restore them to go on with this run, or train the new content under another run name."
+        "Restore them to continue this run, or train the new content under another run name."
     )
 
 

@@ -129,7 +129,7 @@ def test_conversations_are_not_read_from_rows_with_a_prompt() -> None:
         ({"from": "gpt"}, "messages[0] has from and no value; its keys are 'from'"),
         (
             {"from": "function_call", "value": "x"},
-            "messages[0].value is no call of a function",
+            "messages[0].value is not a function call",
         ),
         (
             {"text": "x"},
@@ -141,9 +141,9 @@ def test_conversations_are_not_read_from_rows_with_a_prompt() -> None:
         ),
         (
             {"role": "user", "content": [{"type": "text"}]},
-            "messages[0].content[0] is no text",
+            "messages[0].content[0] is not a text",
         ),
-        ({"role": "user", "content": {"a": 1}}, "messages[0].content is no text"),
+        ({"role": "user", "content": {"a": 1}}, "messages[0].content is not a text"),
     ],
 )
 def test_an_invalid_message_is_described(message: dict[str, Any], said: str) -> None:

@@ -141,11 +141,11 @@ def test_turns_of_the_prompt_are_not_learned_as_completion(
         ),
         (
             {"prompt": "a", "chosen": "b", "rejected": 3},
-            "the field 'rejected' is no text; it is a JSON string",
+            "the field 'rejected' is not a text; it is a JSON string",
         ),
         (
             {"prompt": "a", "chosen": turns("b", first=1), "rejected": "c"},
-            "the field 'rejected' is no list of messages",
+            "the field 'rejected' is not a list of messages",
         ),
         (
             {"prompt": "a", "chosen": turns("a", "b"), "rejected": turns("a", "c")},
@@ -153,7 +153,7 @@ def test_turns_of_the_prompt_are_not_learned_as_completion(
         ),
         (
             {"chosen": turns("b", "c"), "rejected": "c"},
-            "the field 'rejected' is no list of messages",
+            "the field 'rejected' is not a list of messages",
         ),
         (
             {"chosen": turns("a", "b"), "rejected": turns("a", "b", "c", "d")},
@@ -169,7 +169,7 @@ def test_turns_of_the_prompt_are_not_learned_as_completion(
                 "chosen": turns("b", first=1),
                 "rejected": [{"role": "x"}],
             },
-            "rejected[0] has a role and nothing else; a message has content",
+            "rejected[0] has only a role; a message has content",
         ),
         (
             {
@@ -283,7 +283,7 @@ def test_a_pair_with_an_overlong_row_is_truncated_in_both_rows_or_omitted(
     for policy in ("skip", "truncate"):
         recipe = pairs(training, rows={"tooLong": policy})
         if policy == "skip":
-            with pytest.raises(DataError, match="holds no document in 3 lines"):
+            with pytest.raises(DataError, match="contains no document in 3 lines"):
                 prepared_in(recipe)
             continue
         prepared = prepared_in(recipe)

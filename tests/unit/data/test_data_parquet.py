@@ -95,7 +95,7 @@ def test_rows_without_a_text_are_reported_or_counted(
     write(tmp_path / "a.parquet", ["one", "", None, "two"], rows=2)
     recipe = recipe_of(training, "a.parquet")
     assert message_of(prepared_in, recipe) == (
-        f"{tmp_path / 'a.parquet'}, row 3: the column 'text' holds null; a text is a string. "
+        f"{tmp_path / 'a.parquet'}, row 3: the column 'text' contains null; a text is a string. "
         "Correct the row, or set spec.training.data.malformed to skip."
     )
     kept = recipe.model_copy(
@@ -126,7 +126,7 @@ def test_a_row_that_is_not_utf8_is_reported(
         (
             {"textField": "id"},
             (
-                "its column 'id' holds values of the type int64; a text is a string. "
+                "its column 'id' contains values of the type int64; a text is a string. "
                 f"Name a column of strings in {FIELD}.textField."
             ),
         ),
@@ -148,7 +148,7 @@ def test_a_column_of_lists_of_texts_is_refused(
     texts: Any = [["one", "two"]]
     path = write(tmp_path / "a.parquet", texts, kind=pa.list_(pa.string()))
     assert message_of(prepared_in, recipe_of(training, "a.parquet")).startswith(
-        f"{path}: its column 'text' holds values of the type list<"
+        f"{path}: its column 'text' contains values of the type list<"
     )
 
 
@@ -230,7 +230,7 @@ def test_a_path_that_refers_to_no_text_is_refused(
     pq.write_table(table, tmp_path / "a.parquet")
     said = message_of(prepared_in, recipe_of(training, "a.parquet", textField=field))
     if field == "meta":
-        assert "its column 'meta' holds values of the type struct<text: string>" in said
+        assert "its column 'meta' contains values of the type struct<text: string>" in said
     else:
         assert f"has no column {field!r}; it has 'meta', 'ids'" in said
 

@@ -401,7 +401,7 @@ def test_a_file_without_a_document_is_refused(
 ) -> None:
     (tmp_path / "docs.jsonl").write_bytes(content)
     message = message_of(prepared_in, training(data={"malformed": "skip"}))
-    assert message.startswith(f"{tmp_path / 'docs.jsonl'}: holds no document in ")
+    assert message.startswith(f"{tmp_path / 'docs.jsonl'}: contains no document in ")
     assert why in message
 
 
@@ -556,7 +556,7 @@ def test_a_changed_source_is_refused_by_a_resumed_run_and_prepared_again_by_a_ne
     assert str(caught.value) == (
         f"{path}: its content changed since this run was prepared; "
         f"the fingerprint was {before.content_hash} and is {after.content_hash}. "
-        "Restore the file to go on with this run, or train the new content under another run name."
+        "Restore the file to continue this run, or train the new content under another run name."
     )
     assert after.fingerprint != before.fingerprint
     path.unlink()

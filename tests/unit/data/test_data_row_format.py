@@ -135,11 +135,11 @@ def test_special_tokens_are_parsed_in_each_of_their_forms(tmp_path: Path) -> Non
     ("name", "text", "said"),
     [
         ("tokenizer_config.json", "{", "is not valid JSON"),
-        ("chat_template.jinja", "{% if %}", "is no jinja template"),
+        ("chat_template.jinja", "{% if %}", "is not a jinja template"),
         (
             "additional_chat_templates/tool_use.jinja",
             "{% if %}",
-            r"\(tool_use\): is no jinja template",
+            r"\(tool_use\): is not a jinja template",
         ),
     ],
 )

@@ -87,7 +87,7 @@ def test_field_names_are_read_from_the_manifest(
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ([], "the line holds a list; each line is one JSON object"),
+        ([], "the line contains a list; each line is one JSON object"),
         (
             {"prompt": "a", **chat("b", "c")},
             "the row has 'messages' and 'prompt'; it is a conv",
@@ -95,20 +95,20 @@ def test_field_names_are_read_from_the_manifest(
         ({"completion": "a"}, "the row has no field 'prompt'; it has 'completion'"),
         (
             {"prompt": "a", "completion": 1},
-            "the field 'completion' is no text; it is a JSON string",
+            "the field 'completion' is not a text; it is a JSON string",
         ),
         (
             {"prompt": "a", "completion": ""},
             "the field 'completion' is empty; there is nothing to",
         ),
-        ({"messages": "hi"}, "the field 'messages' is no list of messages"),
+        ({"messages": "hi"}, "the field 'messages' is not a list of messages"),
         (
             {"messages": ["hi"]},
-            "messages[0] is no object; a message has a role and content",
+            "messages[0] is not an object; a message has a role and content",
         ),
         (
             {"messages": [{"role": "user", "content": None}]},
-            "messages[0] has a role and nothing else; a message has content, tool calls or reasoning",
+            "messages[0] has only a role; a message has content, tool calls or reasoning",
         ),
         (chat("only"), "no message has the role 'assistant'; there are user"),
         (
@@ -148,7 +148,7 @@ def test_a_conversation_needs_a_template(
     (problem,) = refused.value.problems
     assert problem.path == "spec.training.rows.chatTemplate"
     with pytest.raises(
-        DataError, match=r"spec\.training\.rows\.chatTemplate: is no jinja template"
+        DataError, match=r"spec\.training\.rows\.chatTemplate: is not a jinja template"
     ):
         prepared_in(sft(training, rows={"chatTemplate": "{% for %}"}))
 
@@ -391,10 +391,10 @@ def blank(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (cut, r"-\*\.documents: name 9 rows together, and there are 10"),
-        (empty, r"-00000\.documents: is no index of rows of \d+ tokens"),
-        (repeat, r"-00000\.documents: is no index of rows of \d+ tokens"),
-        (blank, r"-00000\.documents: is no index of rows of \d+ tokens"),
+        (cut, r"-\*\.documents: name 9 rows together, and 10 are needed"),
+        (empty, r"-00000\.documents: is not an index of rows of \d+ tokens"),
+        (repeat, r"-00000\.documents: is not an index of rows of \d+ tokens"),
+        (blank, r"-00000\.documents: is not an index of rows of \d+ tokens"),
     ],
 )
 def test_an_index_that_does_not_match_the_rows_is_refused(

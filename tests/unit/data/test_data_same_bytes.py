@@ -95,7 +95,7 @@ def test_a_sample_is_prepared_twice_and_compared(
     recipe = training(tokenizer={"type": "transformers", "path": "tok"})
     monkeypatch.setattr(BackendTokenizer, "_ids", random_ids)
     with pytest.raises(
-        DataError, match="becomes other tokens each time that it is prepared"
+        DataError, match="becomes different tokens each time it is prepared"
     ):
         prepared_in(recipe)
     monkeypatch.undo()
@@ -109,7 +109,7 @@ def test_a_sentencepiece_directory_requires_sentencepiece(tmp_path: Path) -> Non
     with pytest.raises(DataError) as refused:
         load_directory(tmp_path)
     said = str(refused.value)
-    assert "holds a SentencePiece model (tokenizer.model) and no tokenizer.json" in said
+    assert "contains a SentencePiece model (tokenizer.model) and no tokenizer.json" in said
     assert "tiktoken" not in said and "sentencepiece is not installed" in said.replace(
         "the package sentencepiece, which reads it,", "sentencepiece"
     )

@@ -120,9 +120,7 @@ def test_padding_of_a_row_is_not_shown() -> None:
 
 
 def test_batches_without_tokens_are_described_instead_of_shown() -> None:
-    said = (
-        "-s: the recipe has no text to show; its batches hold no input_ids. Leave it out."
-    )
+    said = "-s: the recipe has no text to show; its batches contain no input_ids. Leave it out."
     with pytest.raises(ConfigurationError, match=said):
         show_samples(
             stream_of({"states": torch.zeros(1, 4)}),

@@ -125,7 +125,7 @@ def test_problems_of_a_file_are_reported_with_its_path(tmp_path: Path) -> None:
     assert message("none") == f"does not exist; {field}.path names it. {relative}"
     assert (
         message("")
-        == f"holds no file whose name ends in .jsonl or .ndjson (or those with .gz or .zst); {field}.path "
+        == f"contains no file whose name ends in .jsonl or .ndjson (or those with .gz or .zst); {field}.path "
         f"names it. Check the folder, or name its files by a pattern, such as {tmp_path}/*."
     )
     assert message("empty").startswith(f"is empty; {field}.path names it.")
@@ -134,9 +134,9 @@ def test_problems_of_a_file_are_reported_with_its_path(tmp_path: Path) -> None:
     assert message("odd", kind="tokens").startswith(
         f"ends within a token id; its size, 3 bytes, is not a multiple of 2 ({field}.dtype is uint16)"
     )
-    assert message("single", kind="tokens").startswith("holds a single token id")
+    assert message("single", kind="tokens").startswith("contains a single token id")
     assert message("fine", kind="tokens", dtype="uint32").startswith(
-        "holds a single token id"
+        "contains a single token id"
     )
     fine = tmp_path / "fine"
     assert find_files(source_of(fine, kind="tokens")) == ((fine,), [])

@@ -214,7 +214,7 @@ def test_problems_of_a_directory_are_reported_with_a_remedy(tmp_path: Path) -> N
     (tmp_path / "file").write_text("x")
     assert "is not a directory" in message_of(tmp_path / "file")
     (tmp_path / "empty").mkdir()
-    assert "holds no tokenizer; there is no tokenizer.json" in message_of(
+    assert "contains no tokenizer; there is no tokenizer.json" in message_of(
         tmp_path / "empty"
     )
     assert "no eos_token is named there" in message_of(

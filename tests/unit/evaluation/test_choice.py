@@ -78,7 +78,7 @@ def test_a_temporary_volume_error_does_not_choose_an_older_checkpoint(
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("5", "holds no checkpoint of step 5; .* Choose one of those that are there: 4, 9"),
+        ("5", "contains no checkpoint of step 5; .* Choose one of the existing ones: 4, 9"),
         ("best", "no checkpoint is the best; .* Name a step; there are 4, 9"),
     ],
 )
@@ -93,14 +93,14 @@ def test_a_missing_choice_is_refused_with_the_available_ones(
 @pytest.mark.parametrize("asked", ["newest", "-3", "4.0", ""])
 def test_an_invalid_step_is_refused(asked: str) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"is no step; .* Use a step, best or last"
+        ConfigurationError, match=r"is not a step; .* Use a step, best or last"
     ):
         choose_checkpoint(store("step-9"), asked)
 
 
 def test_a_run_without_checkpoints_is_refused() -> None:
     with pytest.raises(
-        CheckpointError, match="holds no checkpoint; the run has not saved one"
+        CheckpointError, match="contains no checkpoint; the run has not saved one"
     ):
         choose_checkpoint(store(), "last")
 
@@ -119,8 +119,8 @@ def test_all_unknown_sets_are_reported_together_with_the_available_ones() -> Non
     with pytest.raises(ConfigurationError) as refused:
         choose_sets(sets("heldOut", "wiki"), ["heldout", "zzz", "wiki"])
     assert [str(problem) for problem in refused.value.problems] == [
-        "--set: 'heldout' is no evaluation set; did you mean heldOut? Known: heldOut, wiki.",
-        "--set: 'zzz' is no evaluation set; the run's file has no such set. Known: heldOut, wiki.",
+        "--set: 'heldout' is not an evaluation set; did you mean heldOut? Known: heldOut, wiki.",
+        "--set: 'zzz' is not an evaluation set; the run's file has no such set. Known: heldOut, wiki.",
     ]
 
 

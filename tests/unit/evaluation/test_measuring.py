@@ -82,7 +82,5 @@ def test_a_missing_or_replaced_checkpoint_is_refused(
     evaluator: CheckpointEvaluator, monkeypatch: pytest.MonkeyPatch, now: Any
 ) -> None:
     answer(monkeypatch, now)
-    with pytest.raises(
-        CheckpointError, match="step-8: is not there any more; retention has"
-    ):
+    with pytest.raises(CheckpointError, match="step-8: no longer exists; retention has"):
         evaluator._load(CANDIDATE)

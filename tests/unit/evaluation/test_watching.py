@@ -106,7 +106,7 @@ def test_a_checkpoint_that_cannot_be_evaluated_is_reported_once_and_skipped() ->
     assert run.watch() == ["step-8"]
     unreadable, damaged, retired = run.warnings
     assert unreadable == "step-2 cannot be read: file is missing"
-    assert damaged.startswith("step-4 is passed over: step-4: cannot be loaded")
+    assert damaged.startswith("step-4 is skipped: step-4: cannot be loaded")
     assert retired.startswith("step-6 was retired before it could be evaluated; raise")
 
 

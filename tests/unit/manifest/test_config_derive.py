@@ -114,7 +114,7 @@ def test_a_warm_up_that_is_too_long_for_the_data_is_refused() -> None:
 @pytest.mark.acceptance("input-G-52")
 @pytest.mark.capability("G-52")
 def test_an_empty_data_set_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="hold no training sample"):
+    with pytest.raises(ConfigurationError, match="contain no training samples"):
         derive_steps(training(), num_samples=0)
 
 

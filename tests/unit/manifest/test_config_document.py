@@ -83,8 +83,8 @@ def test_octal_numbers_are_refused_except_in_fields_where_kubernetes_expects_the
 def test_all_duplicate_keys_are_reported_with_both_lines_at_any_depth() -> None:
     text = "a: 1\nb:\n  - c: 1\n    d: 2\n    c: 3\na: 4\n"
     assert problem_texts(text) == [
-        "b[0].c: the key is given twice, in lines 3 and 5; only one of them could count. Remove one of them.",
-        "a: the key is given twice, in lines 1 and 6; only one of them could count. Remove one of them.",
+        "b[0].c: the key is given twice, in lines 3 and 5; only one of them could take effect. Remove one of them.",
+        "a: the key is given twice, in lines 1 and 6; only one of them could take effect. Remove one of them.",
     ]
 
 
@@ -203,7 +203,7 @@ def test_too_many_values_are_refused() -> None:
         ("---\n", None),
         (
             "a: 1\n---\nb: 2\n",
-            "run.yaml:2:1: a second document begins here; a file holds exactly one TrainingRun.",
+            "run.yaml:2:1: a second document begins here; a file contains exactly one TrainingRun.",
         ),
         (
             "a:\n\t- b\n",
@@ -223,9 +223,9 @@ def test_too_many_values_are_refused() -> None:
         ("a: 1\n b: 2\n", "not valid YAML"),
         (
             "a: \x01\n",
-            "run.yaml:1: holds the character U+0001; it is not allowed in YAML. Remove it.",
+            "run.yaml:1: contains the character U+0001; it is not allowed in YAML. Remove it.",
         ),
-        ("a: 1\nb: \x00\n", "run.yaml:2: holds the character U+0000"),
+        ("a: 1\nb: \x00\n", "run.yaml:2: contains the character U+0000"),
         (
             "a: !!python/object/apply:os.system [ls]\n",
             "a: the tag !!python/object/apply:os.system is not allowed (line 1).",

@@ -152,8 +152,10 @@ def test_a_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path: Path) ->
 
 
 def test_a_document_that_is_not_a_mapping_is_refused(tmp_path: Path) -> None:
-    assert "holds a list and not a mapping" in problems(overlay(tmp_path, "- 1"))[0]
-    assert "holds only the value 3 and not a mapping" in problems(overlay(tmp_path, "3"))[0]
+    assert "contains a list and not a mapping" in problems(overlay(tmp_path, "- 1"))[0]
+    assert (
+        "contains only the value 3 and not a mapping" in problems(overlay(tmp_path, "3"))[0]
+    )
 
 
 def test_a_duplicate_key_does_not_hide_the_other_problems(manifest: Path) -> None:

@@ -183,9 +183,9 @@ def test_both_kinds_or_neither_is_one_problem_of_the_spec() -> None:
         (
             ["train.py --epochs 3"],
             "[0]",
-            "no shell takes the words of a command apart. Write each word as an item: ['train.py',",
+            "no shell splits a command into words. Write each word as an item: ['train.py',",
         ),
-        (["code/train.py --epochs 3"], "[0]", "holds several words"),
+        (["code/train.py --epochs 3"], "[0]", "contains several words"),
         ([""], "[0]", "names no program"),
         ([" "], "[0]", "names no program"),
         (["~/train.py"], "[0]", "begins with ~"),

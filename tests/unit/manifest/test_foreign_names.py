@@ -209,7 +209,7 @@ def test_an_option_of_other_trainers_is_refused_with_its_replacement(
             "nothing is kept from one step to the next. Write spec.training.recipe.",
         ),
         ("log_gpu_memory", "where the vendor's exporter (DCGM) has them"),
-        ("callbacks", "nothing replaces the values of others unseen"),
+        ("callbacks", "nothing replaces other values silently"),
         ("loss_reduction", "each token of a step counts the same; the mean of the means"),
     ],
 )
@@ -248,7 +248,7 @@ def test_an_unsupported_option_is_refused_with_its_reason(
         ),
         (
             "checkpoint.output_dir",
-            "`evergrad run --run-directory` names it. Write spec.storage",
+            "`evergrad run --run-directory` sets it. Write spec.storage",
         ),
         ("checkpoint.auto_resume", "a run resumes by itself"),
         ("checkpoint.save_every_n_epochs", "sources repeat each in its own epochs"),
@@ -267,9 +267,9 @@ def test_an_unsupported_option_is_refused_with_its_reason(
             "data.drop_last",
             "behind the last samples of an epoch come the first of the next",
         ),
-        ("data.fuse_positions_prob", "positions begin anew in each row"),
+        ("data.fuse_positions_prob", "positions start again in each row"),
         ("data.repeat_to_pack_max_length", "would be learned more often than others"),
-        ("data.ignore_empty_think", "which can leave thoughts out"),
+        ("data.ignore_empty_think", "and can leave thoughts out"),
     ],
 )
 def test_a_part_of_a_section_of_another_trainer_is_refused_with_its_reason(
@@ -301,11 +301,11 @@ def test_a_foreign_name_of_one_section_is_an_unknown_key_elsewhere() -> None:
         ("grpo_config", "from pairs that are there. Write spec.training.recipe."),
         (
             "rollout_steps",
-            "a program beside the run does it, or an evaluator of a task of your own",
+            "a separate program does it, or an evaluator of a task of your own",
         ),
         ("cem_iterations", "a rollout and a plan use a model that has been trained"),
         ("registry", "there is no table to enter oneself in, and so nothing entered twice"),
-        ("optimizer.class_path", "are module:attr of a file beside it"),
+        ("optimizer.class_path", "are module:attr of a file next to it"),
         ("attestation", "a signature needs a key, and a run has none"),
         (
             "twoStageKl.fade",
@@ -315,12 +315,12 @@ def test_a_foreign_name_of_one_section_is_an_unknown_key_elsewhere() -> None:
             "twoStageKl.snapshot_stages",
             "there is one boundary, and the reference is the model there",
         ),
-        ("plot_intermediates", "what a model computes inside is no metric"),
+        ("plot_intermediates", "what a model computes inside is not a metric"),
         ("runtime.no_require_accelerator", "Write spec.training.runtime.device."),
         ("runtime.min_cuda_vram_gb", "preflight refuses a device that has less"),
         ("package_release_run", "summary.json has size and SHA-256 of each of its records"),
         ("preflight_output", "each start writes preflight.json into the run directory"),
-        ("allow_fixture", "a run has no mode in which its data count for less"),
+        ("allow_fixture", "a run has no mode in which its data counts for less"),
         ("edit_type_weights", "Write spec.training.latentEdit.mixture[].family and"),
         ("multi_edit_fraction", "items of one family have the same number of edits"),
     ],
@@ -437,7 +437,7 @@ def test_the_loss_of_a_step_cannot_choose_the_best_checkpoint(metric: str) -> No
             (
                 "'adamw_8bit' is not one of adamw, lion, sgd, muon, adafactor (--set); such moments have a "
                 "scale for each block of a tensor, and the blocks follow from how it is cut: another number "
-                "of processes would give other bits; their kernels are in packages beside torch. Write "
+                "of processes would give other bits; their kernels are in packages other than torch. Write "
                 "adafactor, which keeps less, or set runtime.precision: bf16, whose moments are bf16."
             ),
         ),
@@ -445,8 +445,7 @@ def test_the_loss_of_a_step_cannot_choose_the_best_checkpoint(metric: str) -> No
             "spec.training.runtime.precision",
             "FP8",
             (
-                "'FP8' is not one of fp32, bf16-autocast, fp16-autocast, bf16 (--set); training in fp8 "
-                "needs kernels of a package beside torch, which the trainer does not have. Write "
+                "'FP8' is not one of fp32, bf16-autocast, fp16-autocast, bf16 (--set); training in fp8 needs kernels of a package other than torch, which the trainer does not have. Write "
                 "bf16-autocast."
             ),
         ),

@@ -139,8 +139,7 @@ def test_fields_that_the_cluster_adds_to_a_valid_object_are_not_a_problem() -> N
         (
             {"spec.managedBy": "kueue.x-k8s.io/multikueue"},
             (
-                "spec.managedBy: 'kueue.x-k8s.io/multikueue' cannot replace nothing; two controllers would "
-                "have the run. Set it back to nothing, or make a new TrainingRun."
+                "spec.managedBy: 'kueue.x-k8s.io/multikueue' cannot replace nothing; two controllers would manage the run. Set it back to nothing, or make a new TrainingRun."
             ),
         ),
         (
@@ -150,7 +149,7 @@ def test_fields_that_the_cluster_adds_to_a_valid_object_are_not_a_problem() -> N
                 "spec.workersPerNode": 1,
             },
             (
-                "spec.script: replaces training; neither can go on with what the other saved. "
+                "spec.script: replaces training; neither can continue from what the other saved. "
                 "Set training again, or make a new TrainingRun."
             ),
         ),
@@ -353,8 +352,7 @@ def test_an_object_that_is_nested_too_deeply_has_one_problem() -> None:
     for document in (nested(1_200), nested(MAX_DEPTH), cut_deep(nested(1_200))):
         [problem] = problems_of(sent(document), old=sent(BASE))
         assert str(problem) == (
-            "spec.training.options: is nested deeper than 64 levels; mappings or lists lie in one "
-            "another. Write it flatter."
+            "spec.training.options: is nested deeper than 64 levels; mappings or lists are nested in one another. Write it flatter."
         )
 
 

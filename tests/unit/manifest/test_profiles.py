@@ -218,7 +218,7 @@ def test_a_profile_never_changes_the_identity_of_a_run() -> None:
 @pytest.mark.parametrize(
     ("profile", "said"),
     [
-        ([], "is no mapping"),
+        ([], "is not a mapping"),
         ({"default": {}}, "default: unknown key; did you mean `defaults`?"),
         ({"defaults": {"training": {}}}, "defaults.training: "),
         ({"defaults": {"storage": {"claimName": "x"}}}, "defaults.storage.claimName: "),
@@ -245,7 +245,7 @@ def test_a_profile_never_changes_the_identity_of_a_run() -> None:
             "defaults.template.env[0].name: 'RANK' is reserved",
         ),
         ({"allows": {"privileged": True}}, "allows.privileged: unknown key"),
-        ({"allows": {"rdma": ["hca"]}}, "allows.rdma[0]: 'hca' is no device"),
+        ({"allows": {"rdma": ["hca"]}}, "allows.rdma[0]: 'hca' is not a device"),
     ],
 )
 def test_an_invalid_profile_is_refused_with_the_position(profile: Any, said: str) -> None:

@@ -184,7 +184,10 @@ def test_a_base_in_bf16_trains_adapters_in_fp32() -> None:
             {"targetModules": ["q_proj", "norm"]},
             "targetModules[1]: 'norm' names model.norm, a Llama",
         ),
-        ({"targetModules": ["embed_tokens"]}, "adapters stand beside linear layers only"),
+        (
+            {"targetModules": ["embed_tokens"]},
+            "adapters can only be added to linear layers",
+        ),
         ({"rank": 33}, "lora.rank: 33 is above the 32 of model.layers.0.self_attn.q_proj"),
     ],
 )

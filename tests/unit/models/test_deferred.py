@@ -115,7 +115,7 @@ def test_a_directory_with_a_single_file_and_an_index_is_refused(tmp_path: Path) 
     with pytest.raises(ModelError) as refused:
         plan(path=str(tmp_path))
     said = str(refused.value)
-    assert "holds both model.safetensors and model.safetensors.index.json" in said
+    assert "contains both model.safetensors and model.safetensors.index.json" in said
     assert said.startswith("spec.training.model.path: ")
     # Each of the two saves is a complete model.
     (tmp_path / "model.safetensors").unlink()

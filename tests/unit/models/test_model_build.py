@@ -126,7 +126,7 @@ def _shapes(
 @pytest.mark.capability("G-X23")
 def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
     assert (
-        "holds no config.json; names of a model hub are not taken, and nothing is downloaded. "
+        "contains no config.json; names of a model hub are not taken, and nothing is downloaded. "
         "Give a local transformers directory" in message(tmp_path, path="nothing")
     )
 
@@ -353,7 +353,7 @@ def test_adapters_next_to_stored_weights_are_refused_and_not_loaded(tmp_path: Pa
     stored.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / "adapter_config.json").write_text("{}")
     with pytest.raises(
-        ModelError, match=r"has adapters beside its weights.*Merge them into"
+        ModelError, match=r"has adapters in addition to its weights.*Merge them into"
     ):
         build_model(plan(tmp_path, path="saved"), seed=0, precision="fp32")
 

@@ -189,10 +189,15 @@ def test_a_lost_connection_is_restored_with_the_current_placement(tmp_path: Path
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
         plan = Plan(
-            7, hard=False, is_member=True, reason="3 nodes are here", cause="node_joined"
+            7, hard=False, is_member=True, reason="3 nodes connected", cause="node_joined"
         )
         peer.send(plan)
-        told = (channel.WorkerPlan(7, hard=False), "node_joined", "3 nodes are here", False)
+        told = (
+            channel.WorkerPlan(7, hard=False),
+            "node_joined",
+            "3 nodes connected",
+            False,
+        )
         await until(lambda: scene.group.was_notified("change") == [told])
         scene.group.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
         peer.writer.close()
@@ -599,7 +604,7 @@ def test_a_node_ends_with_its_reason_if_a_part_of_its_supervisor_fails(
                 scene.group.tick = fail
             case "conversation with the coordinator":
                 scene.group.change = fail
-                peer.send(Plan(7, hard=False, is_member=True, reason="3 nodes are here"))
+                peer.send(Plan(7, hard=False, is_member=True, reason="3 nodes connected"))
             case "last words":
                 supervisor._progress.flush = fail  # type: ignore[method-assign]
                 # The tick flushes, too, and must not be first.

@@ -282,7 +282,7 @@ def test_ranks_are_assigned_in_order_and_the_node_is_up_when_all_workers_are(
 ) -> None:
     first, second = room.warm()
     room.group.change(
-        channel.WorkerPlan(3, hard=False), cause="node_joined", detail="2 nodes are here"
+        channel.WorkerPlan(3, hard=False), cause="node_joined", detail="2 nodes connected"
     )
     for worker in (second, first):
         room.group.hear(worker, channel.WorkerReady(3, -1))
@@ -300,7 +300,7 @@ def test_ranks_are_assigned_in_order_and_the_node_is_up_when_all_workers_are(
                 4000,
                 5.0,
                 cause="node_joined",
-                detail="2 nodes are here",
+                detail="2 nodes connected",
             )
         ]
     room.group.hear(first, channel.WorkerUp(3, 0))

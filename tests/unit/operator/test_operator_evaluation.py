@@ -279,7 +279,7 @@ def test_a_failed_evaluation_waits_before_its_next_pod(simulation: Simulation) -
         simulation.settle()
     assert "run-evaluate-2-2" not in simulation.pods("evaluation")
     assert shown(simulation)["state"] == "Waiting"
-    assert "the next pod comes at" in shown(simulation)["message"]
+    assert "the next pod is created at" in shown(simulation)["message"]
     assert "Traceback" in shown(simulation)["message"]
     simulation.now += 60
     simulation.settle()
@@ -307,10 +307,10 @@ def test_an_unreadable_checkpoint_is_skipped_with_an_event(
     publish(simulation, 2)
     start(simulation)
     before = simulation.status
-    report = encode_evaluated(2, [], passed_over="holds no checkpoint of step 2")
+    report = encode_evaluated(2, [], passed_over="contains no checkpoint of step 2")
     simulation.end_pod("run-evaluate-2-0", message=report.decode())
     simulation.settle()
-    assert shown(simulation)["passedOver"] == "step 2: holds no checkpoint of step 2"
+    assert shown(simulation)["passedOver"] == "step 2: contains no checkpoint of step 2"
     assert (shown(simulation)["state"], shown(simulation)["evaluated"]) == ("UpToDate", 0)
     reasons = [event.reason for event in derive_events(before, simulation.status)]
     assert reasons == ["CheckpointPassedOver"]

@@ -289,7 +289,7 @@ def test_a_run_that_can_train_on_one_node_needs_no_group() -> None:
     ("gang", "group", "remedy"),
     [
         ("coscheduling", "scheduling.x-k8s.io", "Install the PodGroup and the scheduler"),
-        ("podGroup", "scheduling.k8s.io", "Switch the feature gate GenericWorkload"),
+        ("podGroup", "scheduling.k8s.io", "Enable the feature gate GenericWorkload"),
     ],
 )
 def test_a_run_whose_required_group_is_missing_creates_no_pod_and_names_the_remedy(

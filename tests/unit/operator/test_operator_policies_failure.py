@@ -1199,7 +1199,7 @@ def test_young_pods_that_have_not_joined_are_starting_and_only_old_pods_are_wait
         0,
         phase="Waiting",
         reason="WaitingForNodes",
-        message="0 nodes are here",
+        message="0 nodes connected",
         nodes={"ready": 0},
     )
     assert (world.reconcile().phase, world.decision.reason) == (
@@ -1211,7 +1211,7 @@ def test_young_pods_that_have_not_joined_are_starting_and_only_old_pods_are_wait
         Phase.WAITING,
         Reason.WAITING_FOR_NODES,
     )
-    assert world.decision.message == "0 nodes are here"
+    assert world.decision.message == "0 nodes connected"
 
 
 @pytest.mark.parametrize("is_told_first", [True, False])
@@ -1265,7 +1265,7 @@ def test_a_host_is_forgotten_a_day_after_its_last_fault() -> None:
     world.reconcile()
     assert avoided_hosts(world.pods["docs-lm-1-1"]) == ["broken"]
     said = [one.message for one in world.events if one.reason == "HostAvoided"]
-    assert said == ["broken: new pods keep away for 24 hours, if there are other hosts"]
+    assert said == ["broken: new pods avoid them for 24 hours, if there are other hosts"]
 
     world.start()
     world.age(REMEMBERED_SECONDS - 60)

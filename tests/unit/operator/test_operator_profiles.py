@@ -371,7 +371,7 @@ def test_an_invalid_profile_holds_the_run_until_it_is_corrected() -> None:
             "ConfigMap ns/evergrad-profile: defaults.imge: unknown key",
         ),
         ("defaults: [", "ConfigMap ns/evergrad-profile: profile.yaml:1"),
-        ("7", "ConfigMap ns/evergrad-profile: is no mapping"),
+        ("7", "ConfigMap ns/evergrad-profile: is not a mapping"),
     ):
         put_profile(simulation, text)
         simulation.now += 30

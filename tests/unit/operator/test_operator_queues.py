@@ -304,7 +304,7 @@ def test_a_preempted_gang_takes_its_elastic_nodes_along_and_returns() -> None:
     assert world.kueue.used == 0
     status = world.status
     assert (status["phase"], status["reason"]) == ("Waiting", "Queued")
-    assert status["message"].endswith("the queue gpus, which gave their place to another")
+    assert status["message"].endswith("the queue gpus, because they were preempted")
     assert status["restarts"] == {"total": 2, "byCause": {"Preempted": 2}}
     world.kueue.quota = 3
     world.advance(8)

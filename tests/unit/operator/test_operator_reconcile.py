@@ -106,7 +106,7 @@ def test_an_object_of_another_owner_is_neither_taken_over_nor_deleted(
     assert stored["data"] == {"theirs": "1"} and "ownerReferences" not in stored["metadata"]
     assert simulation.status["reason"] == "NameTaken"
     assert (
-        "ConfigMap run-config exists already and belongs to somebody else. Delete or rename it"
+        "ConfigMap run-config exists already and belongs to another owner. Delete or rename it"
         in simulation.status["message"]
     )
     simulation.store.change("trainingruns", *KEY, {"spec": {"suspend": True}})
@@ -151,7 +151,7 @@ def test_leftovers_of_an_older_run_of_the_same_name_are_waited_for(
     simulation.start_operator()
     simulation.reconcile()
     assert ("create", "run-0-0", "NameLeaving") in simulation.refused()
-    assert "of an older run of this name is about to go" in simulation.status["message"]
+    assert "of an older run of this name is being deleted" in simulation.status["message"]
     for plural, name in simulation.children():
         if plural != "persistentvolumeclaims":
             simulation.store.remove(plural, "ns", name)

@@ -195,7 +195,7 @@ def test_a_foreign_pod_with_a_name_of_the_run_is_reported_and_the_other_pods_are
     assert names == ["run-0-0", "run-1-0", "run-coordinator-0"]
     assert simulation.status["reason"] == "NameTaken"
     assert (
-        "Pod run-0-0 exists already and belongs to somebody else"
+        "Pod run-0-0 exists already and belongs to another owner"
         in simulation.status["message"]
     )
     assert conditions(simulation)["Stalled"] == ("True", "NameTaken")

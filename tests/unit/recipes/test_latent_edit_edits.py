@@ -52,9 +52,9 @@ def test_the_type_of_an_edit_follows_from_its_lengths(
     ("row", "reason"),
     [
         (Edit("chr1", 0, "A", "C"), "position 0 is below 1"),
-        (Edit("chr1", 1, "", "C"), "reference is no text of A, C, G and T"),
-        (Edit("chr1", 1, "a", "C"), "reference is no text of A, C, G and T"),
-        (Edit("chr1", 1, "A", "N"), "alternate is no text of A, C, G and T"),
+        (Edit("chr1", 1, "", "C"), "reference is not a text of A, C, G and T"),
+        (Edit("chr1", 1, "a", "C"), "reference is not a text of A, C, G and T"),
+        (Edit("chr1", 1, "A", "N"), "alternate is not a text of A, C, G and T"),
         (Edit("chr1", 1, "A", "A"), "reference and alternate are equal"),
         (Edit("chr1", 1, "A", "A" * 17), "an allele is longer than 16 bases"),
     ],

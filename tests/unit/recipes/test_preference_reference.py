@@ -70,7 +70,7 @@ class Runs:
     def _load(self, path: Path, tensors: Any, *, step: int | None) -> Restored:
         step = self.there[-1] if step is None else step
         if step not in self.there:
-            what = f"holds no checkpoint of step {step}"
+            what = f"contains no checkpoint of step {step}"
             raise CheckpointError(Problem(str(path), what, "", "Name one of them"))
         self.read.append((path.resolve(), step))
         return Restored(step, 1, path, {}, 0.1)
@@ -133,7 +133,7 @@ def test_a_missing_reference_is_reported_and_no_other_one_suggested(runs: Runs) 
     where = runs.path / "theirs"
     assert str(error.value) == (
         f"spec.training.initFrom.path: the reference is step 4 in {where}, which cannot be loaded now; "
-        f"{where}: holds no checkpoint of step 4. Bring it back: it is read at each start until the run is "
+        f"{where}: contains no checkpoint of step 4. Bring it back: it is read at each start until the run is "
         "complete."
     )
 

@@ -131,7 +131,10 @@ class Fresh:
         self.asked.append(options)
         step, checksum = options["step"] or self.newest, self.checksum
         if step not in (5, self.newest):
-            what, why = f"holds no checkpoint of step {step}", "there are those of 5"
+            what, why = (
+                f"contains no checkpoint of step {step}",
+                "the available steps are 5",
+            )
             raise CheckpointError(Problem(str(path), what, why, "Name one of them"))
         where = path / "checkpoints" / f"step-{step}"
         return Restored(step, 1, where, self.extra, 0.1, checksum, self.fingerprint)
@@ -414,7 +417,7 @@ def test_a_missing_checkpoint_of_the_first_start_is_reported(
     fresh.recorded["begunFrom"]["load"] = "weights"
     assert refused(fresh) == (
         "spec.training.initFrom: this run began with step-4 of first, which cannot be loaded now; "
-        f"{tmp_path / 'theirs'}: holds no checkpoint of step 4; there are those of 5. "
+        f"{tmp_path / 'theirs'}: contains no checkpoint of step 4; there are those of 5. "
         "Bring it back, or set spec.training.initFrom.path back if it was changed. Without it, begin anew "
         "in a directory of its own: this run has no checkpoint yet."
     )

@@ -199,7 +199,9 @@ def test_a_report_of_non_finite_values_warns_once_for_each_name_and_raises_nothi
     assert ended == 0
     lines = output.splitlines()
     assert [line.split(": ")[2] for line in lines] == ["loss", "step", "tokens_per_second"]
-    assert lines[0] == "evergrad: report(): loss: nan is no finite number; it is left out"
+    assert (
+        lines[0] == "evergrad: report(): loss: nan is not a finite number; it is left out"
+    )
     until(lambda: len(node.reports) == 7)
     common = {"rank": 0, "generation": GENERATION}
     assert node.reports[4:] == [

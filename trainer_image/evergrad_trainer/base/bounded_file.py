@@ -57,7 +57,7 @@ class BoundedFile:
             if self._is_full():
                 self._rotate()
             if self._lost:
-                note = f"[evergrad] {self._lost} bytes are missing here: the volume refused them\n"
+                note = f"[evergrad] {self._lost} bytes are missing here because the volume refused them\n"
                 self._append(note.encode())
                 self._lost = 0
             self._append(data)

@@ -50,7 +50,7 @@ def volume_error(error: OSError, where: Path | str, what: str) -> VolumeError:
         remedy = "Delete what is not needed there, or enlarge the volume or its quota"
     else:
         remedy = (
-            "The run itself is not at fault: it is tried again, on another host if there is one. "
+            "The run is not the cause. It is tried again, on another host if possible. "
             "Check the volume, its quota and its server"
         )
     return VolumeError(str(Problem(str(where), what, reason, remedy)), trouble)

@@ -112,7 +112,7 @@ class FilesystemAttempts:
             if is_renamed := files.rename_to_free_name(path, self._directory / name):
                 break
         else:
-            raise FileExistsError(f"every name for {manifest.version} is taken")
+            raise FileExistsError(f"every name for {manifest.version} is in use")
         self._faults.reached(AFTER_RENAME, 0)
         fsync_directory(self._directory)
         try:

@@ -102,7 +102,7 @@ class SnapshotPlanner(DefaultSavePlanner):
             if signature != signatures[0]
         ]
         if strangers:
-            raise ValueError(f"ranks {', '.join(strangers)} hold other tensors than rank 0")
+            raise ValueError(f"ranks {', '.join(strangers)} have other tensors than rank 0")
         return super().create_global_plan(all_plans)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:

@@ -97,7 +97,7 @@ def hold_if_possible(directory: Path, checkpoint: str) -> Iterator[None]:
                 stack.enter_context(hold(directory, checkpoint))
             except OSError as error:
                 _log.warning(
-                    "%s: cannot be held while it is read, and a run that trains may remove it: %s",
+                    "%s: cannot be protected while it is read, so a run that trains may remove it: %s",
                     directory / checkpoint,
                     error,
                 )
@@ -115,7 +115,8 @@ def find_leased(directory: Path, *, now: float) -> set[str]:
         leases = list_entries(directory / LEASES)
     except PermissionError as error:
         _log.warning(
-            "retention passes over nothing: the leases cannot be listed: %s", error
+            "leases do not protect checkpoints from retention: they cannot be listed: %s",
+            error,
         )
         return set()
     names = set()

@@ -227,9 +227,7 @@ class CheckpointManager:
                 self._store.attempts.clean(world.generation)
             except OSError as error:
                 # This is only a warning, because such files need space but are otherwise harmless.
-                _log.warning(
-                    "what an earlier process left behind could not be removed: %s", error
-                )
+                _log.warning("files of an earlier process could not be removed: %s", error)
         search = Search(
             self._store,
             checksums=self._settings.verify == "always",
@@ -376,6 +374,6 @@ class CheckpointManager:
         self._has_warned_of_room = True
         text = (
             f"{self._directory}: the volume is full; {outcome.removed} was removed before a newer "
-            "checkpoint existed, to make room for that. Enlarge the volume, or lower checkpoint.keep"
+            "checkpoint existed, to make room for it. Enlarge the volume, or lower checkpoint.keep"
         )
         self._on_event(EventType.WARNING, {"message": text})

@@ -169,10 +169,12 @@ def load_of_step(
             continue
         if found is not None and is_right():
             return found[0].path
-        why = "it was saved at that step, and is not the one that the run went on from"
-        problems.append(Problem(store.reader.locate(name), "holds other weights", why))
-    what = f"holds no checkpoint of step {step} that this run went on from"
-    why = "later steps were trained beside its weights, which no other checkpoint has"
+        why = "it was saved at that step, and is not the one from which the run continued"
+        problems.append(Problem(store.reader.locate(name), "has other weights", why))
+    what = f"contains no checkpoint of step {step} from which this run continued"
+    why = (
+        "later steps were trained together with its weights, which no other checkpoint has"
+    )
     remedy = f"Restore step-{step} from a copy, or move all later checkpoints away to train them again"
     raise CheckpointError(Problem(where, what, why, remedy), *problems)
 
@@ -370,7 +372,7 @@ def _open(
         manifest = reader.read_manifest(choice.checkpoint, patient=True)
         if manifest.checksum != choice.checksum:
             raise InvalidCheckpointError(
-                "the manifest is not the one that rank 0 validated"
+                "the manifest differs from the one that rank 0 validated"
             )
         return open_table(reader, choice.checkpoint, manifest, prefix=search.prefix)
 

@@ -251,7 +251,9 @@ def _pick(search: Search, candidates: list[Candidate]) -> Problem | None:
     some = ", ".join(map(str, there[:_NAMED_STEPS])) + (
         " and older ones" if there[_NAMED_STEPS:] else ""
     )
-    return Problem(where, f"holds {what}", f"there are those of {some}", "Name one of them")
+    return Problem(
+        where, f"contains {what}", f"the available steps are {some}", "Name one of them"
+    )
 
 
 def _refuse(problems: list[Problem]) -> Choice:
@@ -279,12 +281,12 @@ def _set_aside(
     try:
         catalog.note_fallback(asdict(rejected))
     except OSError as refusal:
-        _log.warning("that %s was set aside could not be noted: %s", where, refusal)
+        _log.warning("could not record that %s was set aside: %s", where, refusal)
     return rejected
 
 
 _IDENTITY = (
-    ("run", "the run's name", "Give every run a directory of its own"),
+    ("run", "the run's name", "Give every run its own directory"),
     (
         "config_hash",
         "the recipe's hash",

@@ -65,7 +65,9 @@ def load_weights(
         )
         found = load_newest(search, wanted, world=world or _ALONE)
     if found is None:
-        raise CheckpointError(Problem(str(path), "holds no checkpoint", remedy=_NAME_ONE))
+        raise CheckpointError(
+            Problem(str(path), "contains no checkpoint", remedy=_NAME_ONE)
+        )
     return found[0]
 
 
@@ -82,7 +84,9 @@ def look_at(path: Path, *, step: int | None = None) -> tuple[Path, Choice]:
         raise VolumeError(choice.trouble)
     raise_problems(choice.problems)
     if not choice.checkpoint:
-        raise CheckpointError(Problem(str(path), "holds no checkpoint", remedy=_NAME_ONE))
+        raise CheckpointError(
+            Problem(str(path), "contains no checkpoint", remedy=_NAME_ONE)
+        )
     return directory / choice.checkpoint, choice
 
 
@@ -177,7 +181,11 @@ def hold_checkpoint(path: Path, *, step: int | None = None) -> Iterator[Path]:
                 else:
                     yield directory / name
                     return
-    what = "holds no checkpoint" if step is None else f"holds no checkpoint of step {step}"
+    what = (
+        "contains no checkpoint"
+        if step is None
+        else f"contains no checkpoint of step {step}"
+    )
     missing = Problem(str(path), what, remedy=suggest_steps(store))
     raise CheckpointError(*(problems.values() or [missing]))
 

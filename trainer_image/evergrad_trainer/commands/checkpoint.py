@@ -210,7 +210,7 @@ def _verify(args: argparse.Namespace) -> int:
     if not reasons:
         which = "" if args.step is None else f" of step {args.step}"
         what = f"there is no checkpoint{which}"
-        why = "the run has removed what it had meanwhile" if found else ""
+        why = "the run has removed its checkpoint in the meantime" if found else ""
         remedy = suggest_steps(store)
         raise CheckpointError(Problem(str(args.run_directory), what, why, remedy))
     return ExitCode.USER_ERROR if any(reasons.values()) else ExitCode.DONE

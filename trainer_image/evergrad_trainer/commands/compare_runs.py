@@ -151,7 +151,7 @@ def _rules(tolerance: float, steps: str | None, *, exact: bool) -> "Rules":
         raise InputError(
             Problem(
                 "--steps",
-                f"{steps!r} is no range of steps",
+                f"{steps!r} is not a range of steps",
                 "",
                 "Use FROM:TO, e.g. 100:200, 100: or :200",
             )
@@ -235,7 +235,7 @@ def _as_text(
             yield f"   {name} trained {again}: {_ranges(repeats.ranges)}; {same}"
     for name, changes in (("A", comparison.changes_a), ("B", comparison.changes_b)):
         for one in changes:
-            where = f"   {name} went on after step {one.step:,} with another file"
+            where = f"   {name} continued after step {one.step:,} with another file"
             yield f"{where}: {one.field}: {one.old} → {one.new}"
 
     # Print differences that count before differences that are only shown.

@@ -130,7 +130,7 @@ def execute(args: argparse.Namespace) -> int:
             print(
                 "stopped; a comparison starts again"
                 if args.compare
-                else "stopped; what was measured is kept, and goes on from there",
+                else "stopped; the results so far are kept, and the next start continues from there",
                 file=sys.stderr,
             )
             return int(ExitCode.STOPPED_SAVED)
@@ -215,10 +215,10 @@ def _execute_in_pod(args: argparse.Namespace) -> int:
                 print(f"{one.file}", flush=True)
         except CheckpointError as error:
             passed_over = str(error)
-            print(f"warning: passed over: {error}", file=sys.stderr, flush=True)
+            print(f"warning: skipped: {error}", file=sys.stderr, flush=True)
         except CutError:
             print(
-                "stopped; what was measured is kept, and goes on from there",
+                "stopped; the results so far are kept, and the next start continues from there",
                 file=sys.stderr,
             )
             return int(ExitCode.STOPPED_SAVED)

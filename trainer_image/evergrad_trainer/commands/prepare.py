@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO
 
 from evergrad_common.contract import PREPARED_FOLDER, PREPARING, ExitCode
 from evergrad_common.secret import read_token
-from evergrad_common.text import count, duration, short_count, size
+from evergrad_common.text import count, duration, plural, short_count, size
 from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_manifest.reading.loader import (
     LoadedManifest,
@@ -117,7 +117,7 @@ def execute(args: argparse.Namespace) -> int:
                 return try_patiently(work) if is_in_pod else work()
         except KeyboardInterrupt:
             print(
-                "interrupted; finished chunks are kept, and the next prepare goes on from there",
+                "interrupted; finished chunks are kept, and the next prepare continues from there",
                 file=sys.stderr,
             )
             return int(ExitCode.STOPPED_SAVED)
@@ -335,25 +335,25 @@ def describe_prepared(prepared: Prepared) -> list[str]:
         # Token files have no documents, so leave the counts out instead of showing 0.
         parts = []
         if source.files:
-            parts.append(_plural(len(source.files), "file"))
+            parts.append(plural(len(source.files), "file"))
         if source.documents is not None:
-            parts.append(_plural(source.documents, "document"))
+            parts.append(plural(source.documents, "document"))
         parts.append(f"{short_count(source.train.tokens)} tokens")
         if source.held_out is not None:
             held_out = f"{short_count(source.held_out.tokens)} tokens held out"
             if source.held_out_documents is not None:
-                held_out += f" in {_plural(source.held_out_documents, 'document')}"
+                held_out += f" in {plural(source.held_out_documents, 'document')}"
             parts.append(held_out)
 
         # Data that were left out or changed.
         passed = {reason: n for reason, n in source.skipped.items() if reason not in KEPT}
         if passed:
-            parts.append(f"{source.unit}s passed over: {_reasons(passed)}")
+            parts.append(f"{source.unit}s skipped: {_reasons(passed)}")
         cut = {reason: n for reason, n in source.skipped.items() if reason in KEPT}
         if cut:
             parts.append(f"{source.unit}s cut: {_reasons(cut)}")
         if source.repaired:
-            documents = _plural(source.repaired, "document")
+            documents = plural(source.repaired, "document")
             parts.append(f"half surrogate pairs replaced in {documents}")
         line = f"{source.name:<{width}}  {', '.join(parts)}"
         if source.reused and source.documents is not None:
@@ -367,10 +367,6 @@ def _reasons(skipped: Mapping[str, int]) -> str:
         f"{count(number)} {IN_WORDS[SkipReason(reason)]}"
         for reason, number in sorted(skipped.items())
     )
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{count(number)} {noun}" if number == 1 else f"{count(number)} {noun}s"
 
 
 def _source_summary(source: PreparedSource) -> dict[str, Any]:

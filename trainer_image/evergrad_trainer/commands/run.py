@@ -286,7 +286,7 @@ def _read_request(args: argparse.Namespace) -> RunRequest:
             Problem(
                 "--chaos",
                 "needs several nodes",
-                "a lost node needs another one that continues",
+                "if a node is lost, another node must continue",
                 "Add --nodes 3",
             )
         )
@@ -314,13 +314,13 @@ def _read_request(args: argparse.Namespace) -> RunRequest:
 
 def check_request_of_script(request: RunRequest) -> None:
     """Raise ConfigurationError if the request of a script has options that only a typed run supports."""
-    why = "the steps of a script are its own"
+    why = "only the script controls its steps"
     problems = [
         Problem(
             option,
             "has no meaning for spec.script",
             why,
-            "Leave it out, or give the script an argument of its own",
+            "Leave it out, or give the script its own argument",
         )
         for option, is_given in (
             ("--stop-after-steps", request.stop_after_steps is not None),

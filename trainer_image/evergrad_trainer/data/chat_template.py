@@ -123,7 +123,7 @@ class ChatTemplate:
             before = _unmark(self._text(messages[:num_before], extra))
             if not text.startswith(before):
                 raise ChatTemplateError(
-                    "the template does not render the conversation behind the text of its prompt, so that "
+                    "the template does not render the conversation after the text of its prompt, so "
                     "the completion cannot be found"
                 )
             behind = [span for span in text.spans if span.start >= len(before)]
@@ -145,8 +145,8 @@ class ChatTemplate:
                 spans.append(span)
         except TurnNotFoundError as error:
             raise ChatTemplateError(
-                f"the template does not render message {error.at + 1} behind the prompt for it, so that its "
-                "text cannot be found; it needs {% generation %} blocks around assistant turns, as the "
+                f"the template does not render message {error.at + 1} after its prompt, so its text "
+                "cannot be found; it needs {% generation %} blocks around assistant turns, as the "
                 "templates for training that come with trl have them (chat_templates/*_training.jinja)"
             ) from None
         return MarkedText(whole, tuple(spans))
@@ -178,7 +178,7 @@ class ChatTemplate:
         if first is not None:
             return first
         raise failed or ChatTemplateError(
-            "the template writes contents that are parts as lists"
+            "the template writes contents that consist of parts as lists"
         )
 
     def _find_dropped(
@@ -357,7 +357,7 @@ def _unmark(text: str) -> MarkedText:
         turn, is_marked, rest = part.partition(_END) if at else ("", "", part)
         if at and not is_marked:
             raise ChatTemplateError(
-                "a generation block of the chat template stands in another one"
+                "a generation block of the chat template is nested in another one"
             )
         if turn:
             spans.append(MarkedSpan(length, length + len(turn)))

@@ -46,7 +46,7 @@ def count_passes(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
     problems = [
         Problem(
             f"spec.training.data.sources[{source}].weight",
-            f"{weights[source]:g} passes over {sizes[source]} samples are none",
+            f"{weights[source]:g} passes over {sizes[source]} samples give no sample",
             "with `mixing: passes` a weight is the number of passes an epoch",
             f"Raise it to at least {1 / sizes[source]:.2g}, or remove the source",
         )

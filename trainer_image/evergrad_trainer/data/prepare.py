@@ -296,7 +296,7 @@ def _check_reading(
         "the chat template or the special tokens of the tokenizer changed, or an older version of Evergrad "
         "took another of its templates"
     )
-    remedy = "Restore the tokenizer's files to go on with this run, or train under another run name"
+    remedy = "Restore the tokenizer's files to continue this run, or train under another run name"
     problems = [
         Problem(str(path), what, why, remedy)
         for path, fingerprint, before in trained
@@ -307,8 +307,8 @@ def _check_reading(
     what = "its files are read as other documents than when this run was prepared"
     why = "the fingerprint was {} and is {}"
     remedy = (
-        "Set `type`, `textField`, `document` and `dtype` back, or give the evaluation source another name, "
-        "which has results of its own"
+        "Set `type`, `textField`, `document` and `dtype` back, or give the evaluation source another "
+        "name, which has its own results"
     )
     problems = [
         Problem(field, what, why.format(before.fingerprint, fingerprint), remedy)
@@ -345,12 +345,12 @@ def _change_of(
     """
     other = "train the new content under another run name"
     if is_evaluated:
-        other = "give the evaluation source another name, which has results of its own"
+        other = "give the evaluation source another name, which has its own results"
     old = {file.name: file.content_hash for file in before.files}
     if not old or not new:
         what = "its content changed since this run was prepared"
         why = f"the fingerprint was {before.content_hash} and is {content_hash}"
-        remedy = f"Restore the file to go on with this run, or {other}"
+        remedy = f"Restore the file to continue this run, or {other}"
         return Problem(str(path), what, why, remedy)
 
     # Compare by name, because the names determine the order of the files and so of all documents.
@@ -368,7 +368,7 @@ def _change_of(
             more = f" and {left} more" if left > 0 else ""
             shown.append(f"{word}: {', '.join(names[:_MOST_NAMES])}{more}")
     what = "its files are not those that this run was prepared from"
-    remedy = f"Restore them to go on with this run, or {other}"
+    remedy = f"Restore them to continue this run, or {other}"
     return Problem(str(path), what, "; ".join(shown), remedy)
 
 

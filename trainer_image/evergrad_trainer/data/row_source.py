@@ -56,7 +56,7 @@ class RowReader:
             # no error in training.
             lengths = np.diff(index[:, 0], prepend=0, append=shard.tokens)
             if not len(index) or lengths[0] != 0 or lengths[1:].min() < 1:
-                what = f"is no index of rows of {shard.tokens} tokens"
+                what = f"is not an index of rows of {shard.tokens} tokens"
                 raise DataError(unreadable(shard.documents, what))
             begins.append(index[:, 0] + start)
             lines.append(index[:, 1])
@@ -70,7 +70,7 @@ class RowReader:
         if number != wanted:
             (path,) = [one.documents for one in shards[:1] if one.documents is not None]
             every = path.with_name(f"{path.stem.rpartition('-')[0]}-*{path.suffix}")
-            what = f"name {number} rows together, and there are {wanted}"
+            what = f"name {number} rows together, and {wanted} are needed"
             raise DataError(unreadable(every, what))
         self._begins = np.concatenate(begins) if begins else np.empty(0, dtype=np.int64)
         self._lines = np.concatenate(lines) if lines else np.empty(0, dtype=np.int64)

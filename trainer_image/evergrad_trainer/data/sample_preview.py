@@ -32,7 +32,7 @@ def show_samples(
     shown = []
     for batch, row in islice(samples, count):
         if INPUT_IDS not in batch.tensors:
-            what, why = "has no text to show", f"its batches hold no {INPUT_IDS}"
+            what, why = "has no text to show", f"its batches contain no {INPUT_IDS}"
             raise ConfigurationError(
                 Problem(asked_by, f"the recipe {what}", why, "Leave it out")
             )

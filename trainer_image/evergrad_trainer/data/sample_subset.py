@@ -42,7 +42,7 @@ class Chosen:
     def _checked(self, item: int) -> int:
         # Check the range, because the permutation contains items that are not chosen.
         if not 0 <= item < self._count:
-            raise IndexError(f"{item} is outside of {self._count} chosen samples")
+            raise IndexError(f"{item} is outside the {self._count} chosen samples")
         return item
 
 
@@ -64,5 +64,5 @@ def choose_samples(
     if count > size:
         what = f"{count} are wanted and the source has {size}"
         remedy = "Lower it, or repeat the source by `mixing: passes` and its weight"
-        raise ConfigurationError(Problem(field, what, "each is there once", remedy))
+        raise ConfigurationError(Problem(field, what, "each exists once", remedy))
     return Chosen(source, count, seed=seed)

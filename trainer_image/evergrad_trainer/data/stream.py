@@ -71,7 +71,7 @@ class TrainingStream:
             self.start = place_sources(start, named)
         elif start is not None:
             what = f"position is that of one mixture, and the task has {len(stages)} stages"
-            remedy = "Load everything to go on in the same data, or the optimizer alone"
+            remedy = "Load everything to continue in the same data, or only the optimizer"
             raise ConfigurationError(
                 Problem("spec.training.initFrom.load", what, "", remedy)
             )

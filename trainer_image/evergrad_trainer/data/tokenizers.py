@@ -571,7 +571,7 @@ def _load_auto(directory: Path, found: Sequence[Path]) -> Any:
             # transformers tries its readers in turn, and its error names only the package of the last reader.
             raise _problem(
                 directory,
-                f"holds a SentencePiece model ({pieces[0]}) and no {_FILE}",
+                f"contains a SentencePiece model ({pieces[0]}) and no {_FILE}",
                 "the package sentencepiece, which reads it, is not installed here",
                 "Where sentencepiece and transformers are installed, load the directory with AutoTokenizer "
                 f"and save it with save_pretrained, which writes a {_FILE}; or install sentencepiece here",
@@ -693,7 +693,7 @@ def _load_with_transformers(directory: Path) -> BackendTokenizer:
     if not found:
         raise _problem(
             directory,
-            "holds no tokenizer",
+            "contains no tokenizer",
             f"there is no {_FILE}",
             "Name a directory written by save_pretrained",
         )

@@ -221,7 +221,7 @@ class World:
             # error.
             return PeerLostError(str(error))
         if isinstance(error, torch.AcceleratorError):
-            return HostError(f"{self.device}: {error}. Another host can go on.")
+            return HostError(f"{self.device}: {error}. Another host can continue.")
         return PeerLostError(str(error)) if isinstance(error, RuntimeError) else error
 
     def all_agree(self, fine: bool) -> bool:

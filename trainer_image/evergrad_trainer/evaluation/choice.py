@@ -44,14 +44,16 @@ def choose_checkpoint(store: CheckpointStore, asked: str) -> Candidate:
         why = "a checkpoint is named by its step, or as best or last"
         raise ConfigurationError(
             Problem(
-                "--checkpoint", f"{asked!r} is no step", why, "Use a step, best or last"
+                "--checkpoint", f"{asked!r} is not a step", why, "Use a step, best or last"
             )
         )
     found = list_checkpoints(store)
     if not found:
         remedy = "Wait for the run's first save, or let --watch wait for it"
         raise CheckpointError(
-            Problem(where, "holds no checkpoint", "the run has not saved one yet", remedy)
+            Problem(
+                where, "contains no checkpoint", "the run has not saved one yet", remedy
+            )
         )
     wanted = _find_wanted(store, found, asked)
 
@@ -93,9 +95,9 @@ def _find_wanted(
     wanted = [candidate for candidate in found if candidate.version.step == int(asked)]
     if not wanted:
         why = "the run has not saved it, or retention has removed it"
-        remedy = f"Choose one of those that are there: {listed}"
+        remedy = f"Choose one of the existing ones: {listed}"
         raise CheckpointError(
-            Problem(where, f"holds no checkpoint of step {asked}", why, remedy)
+            Problem(where, f"contains no checkpoint of step {asked}", why, remedy)
         )
     return wanted
 
@@ -124,7 +126,7 @@ def choose_sets(
             problems.append(
                 Problem(
                     "--set",
-                    f"{name!r} is no evaluation set",
+                    f"{name!r} is not an evaluation set",
                     why,
                     f"Known: {', '.join(names)}",
                 )

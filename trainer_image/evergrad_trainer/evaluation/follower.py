@@ -47,9 +47,9 @@ def watch(
             yield from evaluator.evaluate(candidate)
         except CheckpointError as error:
             if candidate.name in {one.name for one in list_checkpoints(evaluator.store)}:
-                warn(f"{candidate.name} is passed over: {error}")
+                warn(f"{candidate.name} is skipped: {error}")
             else:
                 warn(
                     f"{candidate.name} was retired before it could be evaluated; raise "
-                    "spec.training.checkpoint.keep if each is to be"
+                    "spec.training.checkpoint.keep to evaluate each checkpoint"
                 )

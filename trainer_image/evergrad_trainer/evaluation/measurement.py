@@ -155,7 +155,7 @@ class CheckpointEvaluator:
         where = self.store.reader.locate(candidate.name)
         gone = Problem(
             where,
-            "is not there any more",
+            "no longer exists",
             "retention has removed it since it was found",
             "Choose another one, or raise spec.training.checkpoint.keep",
         )

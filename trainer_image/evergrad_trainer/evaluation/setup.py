@@ -86,7 +86,7 @@ def read_recorded(path: Path) -> RecordedRun:
             Problem(
                 str(directory.resolved),
                 "does not exist",
-                "the run's model and its evaluation sets stand in it",
+                "it contains the run's model and its evaluation sets",
                 "Restore it from a backup, or wait until the run has begun",
             )
         )
@@ -105,9 +105,9 @@ def read_recorded(path: Path) -> RecordedRun:
         raise RunDirectoryError(
             Problem(
                 str(path),
-                f"holds the script {run.metadata.name}",
-                "what a script measures is known to the script alone",
-                "Evaluate it with a program of your own, which reads what the script has saved",
+                f"contains the script {run.metadata.name}",
+                "only the script knows what it measures",
+                "Evaluate it with your own program, which reads what the script has saved",
             )
         )
     prepared = read_key(directory, record, "prepared", Prepared)

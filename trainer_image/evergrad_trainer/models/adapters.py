@@ -90,7 +90,7 @@ def choose_targets(model: "PreTrainedModel", lora: Lora) -> dict[str, Any]:
             what = (
                 f"a {model.config.model_type} model has no linear layers besides its head"
             )
-            why = "an adapter is a product of two matrices beside a third"
+            why = "an adapter is a product of two matrices that is added to a third"
             raise ModelError(
                 Problem(f"{_FIELD}.targetModules", what, why, "Train it whole")
             )
@@ -107,7 +107,7 @@ def choose_targets(model: "PreTrainedModel", lora: Lora) -> dict[str, Any]:
     )
     if lora.rank > least:
         what = f"{lora.rank} is above the {least} of {name}"
-        why = "two matrices of that inner size have more values than the one beside them"
+        why = "two matrices of that inner size have more values than the matrix they are added to"
         raise ModelError(Problem(f"{_FIELD}.rank", what, why, f"Use at most {least}"))
     return chosen
 
@@ -133,13 +133,13 @@ def _target_problems(model: "PreTrainedModel", targets: Sequence[str]) -> Iterat
         elif others:
             kind = type(modules[others[0]]).__name__
             what = f"{target!r} names {others[0]}, a {kind}"
-            why = "adapters stand beside linear layers only"
+            why = "adapters can only be added to linear layers"
             yield Problem(
                 where, what, why, f"Name one of {', '.join(endings[:_MOST_NAMED])}"
             )
         elif any(modules[name] is head for name in found) and head.weight is table.weight:
             what = f"{target!r} is the output head, which shares its weights with the embeddings"
-            why = "merged into the one, an adapter would change the other"
+            why = "an adapter that is merged into one of them would also change the other"
             yield Problem(where, what, why, "Remove it")
 
 
@@ -160,8 +160,8 @@ def check_initial(path: Path, lora: Lora | None) -> list[Problem]:
     """
     if lora is None or not (path / "config.json").is_file():
         return []
-    what = "names a transformers directory beside model.lora"
-    why = "adapters begin at zero, and whole weights are the base that they stand beside"
+    what = "names a transformers directory together with model.lora"
+    why = "adapters begin at zero, and whole weights are the base that they are added to"
     return [Problem(INITIAL_FIELD, what, why, "Write it as model.path")]
 
 

@@ -399,11 +399,9 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
         raise ModelError(
             Problem(
                 f"{_FIELD}.config.model_type",
-                f"{model_type} is not a model of text alone",
+                f"{model_type} is not a model of text only",
                 "its other parts would get no gradients",
-                f"Set model_type: {inner}"
-                if inner
-                else "Use an architecture of text alone",
+                f"Set model_type: {inner}" if inner else "Use an architecture of text only",
             )
         )
     values.setdefault("vocab_size", vocab_size)
@@ -449,7 +447,7 @@ def _read_directory(
         raise ModelError(
             Problem(
                 field,
-                f"{directory} holds no config.json",
+                f"{directory} contains no config.json",
                 "names of a model hub are not taken, and nothing is downloaded",
                 "Give a local transformers directory (save_pretrained writes one)",
             )
@@ -535,7 +533,7 @@ def load_directory(
     # transformers would apply these adapters to the weights, but only if peft is installed.
     if (directory / "adapter_config.json").exists():
         what, why = (
-            "has adapters beside its weights",
+            "has adapters in addition to its weights",
             "only some installations would load them",
         )
         remedy = "Merge them into the weights, or remove adapter_config.json"

@@ -110,7 +110,7 @@ class Reads(TorchDispatchMode):
     ) -> Any:
         given = tensors_in((args, kwargs))
         if not self._is_allowed and any(one.is_meta for one in given):
-            raise NotImplementedError(f"{func} of a weight that is not there yet")
+            raise NotImplementedError(f"{func} of a weight that does not exist yet")
         return func(*args, **(kwargs or {}))
 
 

@@ -56,7 +56,7 @@ def raise_if_not_deterministic(error: Exception) -> None:
         raise ModelError(
             Problem(
                 "spec.training.reproducibility.deterministic",
-                f"true cannot be had for this model: {text.partition(_NO_KERNEL)[0].strip()} has no "
+                f"true is not possible for this model: {text.partition(_NO_KERNEL)[0].strip()} has no "
                 "deterministic kernel here",
                 "its result would differ from one time to the next",
                 "Set it to false, or use a model without this operation",

@@ -54,8 +54,8 @@ def why_not_apart(config: Any, sequence_length: int) -> str | None:
         and window < sequence_length
     ):
         return (
-            f"attention of {name} sees {window} tokens here, and the mask that keeps documents apart would "
-            "take the place of that limit"
+            f"attention of {name} sees {window} tokens here, and the mask that keeps documents apart "
+            "would replace that limit"
         )
     return None
 
@@ -84,6 +84,6 @@ def check_packing(
         yield Problem(
             where,
             f"none cannot be combined with the router loss of {config.model_type}",
-            "it is a mean over all places of a sample, most of which only fill it up behind the row",
+            "it is a mean over all places of a sample, most of which are padding after the row",
             remedy,
         )

@@ -104,7 +104,7 @@ def _check_matmul_precision(device: torch.device, runtime: Runtime) -> None:
         raise ModelError(
             Problem(
                 f"{_RUNTIME}.matmulPrecision",
-                f"high cannot be had on {device}",
+                f"high is not possible on {device}",
                 why,
                 "Set matmulPrecision: highest, or leave it out",
             )
@@ -131,7 +131,7 @@ def _choose_attention(
         raise ModelError(
             Problem(
                 f"{_RUNTIME}.attention",
-                f"{attention} cannot be had for this model on {device}",
+                f"{attention} is not possible for this model on {device}",
                 f"torch has no such kernel there for {shape.num_heads} heads of {shape.head_size} in "
                 f"{str(shape.dtype).removeprefix('torch.')}",
                 "Set attention: auto, or leave it out",

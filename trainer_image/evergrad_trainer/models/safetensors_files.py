@@ -139,7 +139,7 @@ def _write_file(
                     forms[name].dtype,
                     forms[name].shape,
                 ):
-                    raise ValueError(f"{name} is not of the form that was promised")
+                    raise ValueError(f"{name} does not have the declared form")
                 if tensor.numel():
                     write_all(descriptor, tensor.reshape(-1).view(torch.uint8).numpy().data)
                 # Free the tensor before the next one is read: two tensors need twice the memory.

@@ -29,8 +29,8 @@ def find_ambiguity(directory: Path, *, field: str) -> Problem | None:
         return None
     remedy = "Keep the files of one save in the directory, and remove those of the other"
     if SINGLE not in files and (directory / SINGLE).exists():
-        what = f"{directory} holds both {SINGLE} and {INDEX}"
-        why = "each names weights, and which of them are meant cannot be known"
+        what = f"{directory} contains both {SINGLE} and {INDEX}"
+        why = "each names weights, and it is unclear which of them are meant"
         return Problem(field, what, why, remedy)
 
     # Compare only tensors that occur in several files: in a valid directory, only headers are read.

@@ -42,7 +42,7 @@ def load_model_directory(
         raise ModelError(
             Problem(
                 field,
-                f"{directory} holds no weights",
+                f"{directory} contains no weights",
                 remedy=f"Give a directory with *.safetensors, or leave {name} out",
             )
         )

@@ -121,7 +121,7 @@ def _check_names(training: Training, measured: Mapping[str, Sequence[str]]) -> N
     for index, one in enumerate(training.evaluation.sets):
         if one.name not in measured:
             where = f"{_EVALUATION}.sets[{index}].name"
-            what = f"{one.name!r} is no evaluation set"
+            what = f"{one.name!r} is not an evaluation set"
             problems.append(_unknown(where, what, one.name, measured))
     if (best := training.checkpoint.best) is not None:
         metrics = [f"{name}/{metric}" for name, own in measured.items() for metric in own]

@@ -212,7 +212,7 @@ def _check_kind(before: TrainingRun, run: TrainingRun, where: str) -> None:
             Problem(
                 f"spec.{now}",
                 f"this manifest has {now}, but the run in {where} began with {began}",
-                "neither can go on with what the other saved",
+                "neither can continue from what the other saved",
                 f"Set {began} again, or give this run a name of its own",
             )
         )
@@ -268,7 +268,7 @@ def check_tokenizer_unchanged(run_state: RunState, prepared: Prepared) -> None:
                     else ""
                 ),
                 (
-                    "Restore the tokenizer's files to go on with this run, or train with these under "
+                    "Restore the tokenizer's files to continue this run, or train with these under "
                     "another run name"
                 ),
             )

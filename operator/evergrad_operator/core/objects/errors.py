@@ -67,7 +67,7 @@ class LeaseLostError(OperatorError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the lease is lost or has run out: another operator may be writing. Nothing is written until "
+            "the lease is lost or has expired: another operator may be writing. Nothing is written until "
             "this process holds the lease again"
         )
 

@@ -90,7 +90,7 @@ class Silence:
             "See its pod's log, and which network policies or service mesh keep the operator from "
             "the pod's address"
         )
-        return f"{self.message}, for a minute and more. {remedy}; it is asked again"
+        return f"{self.message}, for more than a minute. {remedy}; the operator tries again"
 
 
 @dataclass(frozen=True)

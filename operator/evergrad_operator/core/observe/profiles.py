@@ -228,7 +228,7 @@ def parse_profiles(text: str) -> Mapping[str, Any]:
     """
     profiles = json.loads(text or "{}")
     if not isinstance(profiles, dict):
-        raise ValueError("it is no mapping of names to profiles")
+        raise ValueError("it is not a mapping of names to profiles")
     # In a Helm chart, a null value removes an inherited value.
     return {str(name): value for name, value in profiles.items() if value is not None}
 

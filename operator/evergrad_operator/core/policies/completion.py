@@ -45,7 +45,7 @@ def complete_if_recorded(context: ReconcileContext) -> ReconcileContext | None:
 
     after = f" after step {step}" if step is not None else ""
     text = (
-        f"PersistentVolumeClaim {run.claim_name} says that this run was complete{after}; nothing "
+        f"PersistentVolumeClaim {run.claim_name} records that this run was complete{after}; nothing "
         "is trained again"
     )
     if run.parsed.is_typed and run.parsed.is_whole and run.parsed.total_steps is None:

@@ -176,7 +176,7 @@ def _hold_while_deleted(context: ReconcileContext) -> Decision:
     if context.run.is_orphaning:
         text = (
             "the run is being deleted without its children (--cascade=orphan); its pods keep running, "
-            "and no operator looks after them"
+            "and no operator manages them"
         )
     return context.hold(Phase.RUNNING, Reason.DELETING, text)
 
@@ -364,13 +364,13 @@ def _describe(
         person_at = 0.0 if has_many_faults else None
         return RunPhase(Phase.WAITING, Reason.HOST_FAULTS, text, person_at)
     if is_backing_off(context):
-        text = f"the next pods come at {format_time(memory.budget.retry_at)}"
+        text = f"the next pods are created at {format_time(memory.budget.retry_at)}"
         if memory.last_failure:
             text += f". Last: {describe_failure(memory.last_failure)}"
         return RunPhase(Phase.WAITING, Reason.BACKING_OFF, text)
     if progress is not None and phase == Phase.WAITING:
         return RunPhase(phase, Reason.WAITING_FOR_NODES, progress.message)
-    text = "pods are on their way, or the group is forming"
+    text = "pods are starting, or the group is forming"
     return RunPhase(phase, Reason.STARTING, text)
 
 
@@ -408,7 +408,7 @@ def _describe_training(
     text = f"{context.ready} of {context.run.spec.nodes.largest} nodes train"
     if scale.coordinator_attempt is not None:
         reason = Reason.COORDINATOR_LOST
-        text = "the coordinator is being replaced; training goes on"
+        text = "the coordinator is being replaced; training continues"
     elif progress is not None and progress.reason == SOME_FINISHED:
         text = progress.message
     elif scale.faulty and not behind:

@@ -174,7 +174,7 @@ def _describe(
             if (failure.verb, failure.name) == ("create", name):
                 refusal = explain_refusal(failure, context.run.name)
                 return EvaluationState.WAITING, refusal.message
-        return EvaluationState.WAITING, f"pod {name} is on its way"
+        return EvaluationState.WAITING, f"pod {name} is starting"
     if not known.pending:
         text = (
             "no checkpoint waits" if known.seen >= 0 else "no checkpoint was reported yet"
@@ -185,10 +185,10 @@ def _describe(
         text = f"nothing is evaluated after this end of the run ({finish.reason})"
         return EvaluationState.WAITING, text
     if not may_make:
-        return EvaluationState.WAITING, "no pod is made before the run trains, or is over"
-    text = "the pod before leaves"
+        return EvaluationState.WAITING, "no pod is created before the run trains or is over"
+    text = "the previous pod is leaving"
     if context.now < known.tries.retry_at:
-        text = f"the next pod comes at {format_time(known.tries.retry_at)}"
+        text = f"the next pod is created at {format_time(known.tries.retry_at)}"
     return (
         EvaluationState.WAITING,
         f"{text}. Last: {known.failure}" if known.failure else text,

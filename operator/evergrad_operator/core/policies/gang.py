@@ -153,7 +153,7 @@ def describe_wait(pod: PodState, context: ReconcileContext, where: str) -> str:
         last[node] = record.cause
     waiting = [pod.name.rpartition("-")[0] for pod in held]
     was_preempted = any(last.get(node) == PodCause.PREEMPTED for node in waiting)
-    why = ", which gave their place to another" if was_preempted else ""
+    why = ", because they were preempted" if was_preempted else ""
     return f"{who} to be admitted by the queue {queue}{why}"
 
 

@@ -64,8 +64,8 @@ def fail_at_deadline(context: ReconcileContext) -> ReconcileContext | None:
     limit = context.run.spec.active_deadline_seconds or 0
     text = f"the run was not complete {format_duration(limit)} after its start (spec.activeDeadlineSeconds). "
     remedy = (
-        "State is saved as the pods leave; raise the limit and set spec.restartNonce to a "
-        "new text to go on."
+        "State is saved as the pods leave; raise the limit and set spec.restartNonce to a new text "
+        "to continue."
     )
     return context.finished(
         Phase.FAILED,
@@ -334,7 +334,7 @@ def _describe_pause(context: ReconcileContext, reason: Reason) -> str:
     how = "set spec.restartNonce to a new text"
     if reason == Reason.SUSPENDED:
         how = "set spec.suspend to false"
-    return f"no pod is left{saved}. To go on, {how}."
+    return f"no pod is left{saved}. To continue, {how}."
 
 
 def drain_older(context: ReconcileContext) -> Decision | None:
@@ -392,7 +392,7 @@ def _renew_group(context: ReconcileContext) -> Decision | None:
         Action.STOP,
         Phase.RESTARTING,
         Reason.RESTARTING,
-        "spec.restartNonce or a setting has changed: the PodGroup is made anew",
+        "spec.restartNonce or a setting has changed: the PodGroup is created again",
         context.memory,
         requeue_after=None if is_refused else earliest(1.0),
     )

@@ -146,12 +146,12 @@ def _describe(
     retry_at = max(budget.retry_at, faults.retry_at)
     has_many_faults = faults.in_a_row >= MANY_FAULTS
     if context.now >= retry_at and not has_many_faults:
-        text = "a pod that prepares the data is on its way"
+        text = "a pod that prepares the data is starting"
         return RunPhase(Phase.PREPARING, Reason.PREPARING, text)
 
-    text = "another pod that prepares the data is on its way"
+    text = "another pod that prepares the data is starting"
     if context.now < retry_at:
-        text = f"the preparation of the data goes on at {format_time(retry_at)}"
+        text = f"the preparation of the data continues at {format_time(retry_at)}"
     if last is not None:
         text += f". Last: {describe_end(last)}"
     is_of_host = faults.retry_at >= budget.retry_at

@@ -8,7 +8,7 @@ from evergrad_operator.core.observe.observe import VolumeRecord, build_record
 from evergrad_operator.core.policies.context import ReconcileContext
 
 TRAIN_ON: Final = (
-    "To train on, create a TrainingRun of another name and folder with spec.training.initFrom, or run "
+    "To train further, create a TrainingRun with another name and folder with spec.training.initFrom, or run "
     "`evergrad run --extend` where its volume is mounted"
 )
 """Remedy if a user requests more steps of a complete run."""

@@ -194,8 +194,9 @@ def explain_leftovers(context: ReconcileContext) -> Obstacle:
     selector = f"{names.LABEL_MANAGED_BY}={names.MANAGED_BY},{names.LABEL_RUN}={run.name}"
     command = f"kubectl delete {kinds} -n {run.namespace} -l {selector}"
     text = (
-        f"an earlier run {run.name}, which was deleted with --cascade=orphan, has left {shown}. No pod is "
-        f"made before they are gone, since both would write in {run.volume_path}. Remove all of them with: "
+        f"an earlier run {run.name}, which was deleted with --cascade=orphan, has left {shown}. No "
+        f"pod is created before they are gone, since both would write in {run.volume_path}. Remove "
+        "all of them with: "
         f"{command} (the claim with the checkpoints stays)"
     )
     return Obstacle(Reason.NAME_TAKEN, text)
@@ -267,7 +268,7 @@ def explain_refusal(failure: ApplyFailure, run: str) -> Obstacle:
         remedy = "Delete or rename it, or give the run another name"
         return Obstacle(
             Reason.NAME_TAKEN,
-            f"{what} exists already and belongs to somebody else. {remedy}; it is tried again",
+            f"{what} exists already and belongs to another owner. {remedy}; it is tried again",
         )
     if failure.reason == BOUNDS_NOT_TAKEN:
         return Obstacle(
@@ -330,7 +331,8 @@ def _explain_record(failure: ApplyFailure) -> Obstacle:
     """
     text = (
         f"the API server refuses the run's record on PersistentVolumeClaim {failure.name}: "
-        f"{quote(failure.message) or failure.reason} (HTTP {failure.status}). No pod is made before it stands"
+        f"{quote(failure.message) or failure.reason} (HTTP {failure.status}). No pod is created "
+        "before it is written"
     )
     if "annotations" in failure.message and "long" in failure.message.lower():
         remedy = (
@@ -340,9 +342,7 @@ def _explain_record(failure: ApplyFailure) -> Obstacle:
     elif failure.status == 403:
         remedy = "Allow the operator to patch the claim: see its rights, quotas and admission policies"
     else:
-        remedy = (
-            "See what the API server or a webhook has against an annotation of the claim"
-        )
+        remedy = "Check why the API server or a webhook refuses an annotation of the claim"
     return Obstacle(Reason.VOLUME_RECORD_REFUSED, f"{text}. {remedy}; it is tried again")
 
 
@@ -366,7 +366,7 @@ _ROLES: Final = {
 """Name of a pod that is not a node, and the remedy if no host fits, by role."""
 _REFUSED: Final = (
     "The scheduler tries again; where pods of one PodGroup differ in scheduler or priority, another "
-    "spec.restartNonce makes all of them anew"
+    "spec.restartNonce creates all of them again"
 )
 
 
@@ -430,14 +430,14 @@ def explain_pod(pod: PodState, context: ReconcileContext) -> Obstacle | None:
         )
         return Obstacle(
             Reason.STARTING,
-            f"{where} has been created for {int(_SLOW_SECONDS)} seconds and more. {remedy}",
+            f"{where} has been in creation for more than {int(_SLOW_SECONDS)} seconds. {remedy}",
         )
     return None
 
 
 _MISSING_GROUP: Final = {
     "coscheduling": "Install the PodGroup and the scheduler of scheduler-plugins",
-    "podGroup": "Switch the feature gate GenericWorkload and this API group on, in Kubernetes 1.36 or later",
+    "podGroup": "Enable the feature gate GenericWorkload and this API group, in Kubernetes 1.36 or later",
 }
 """Remedy for a cluster without the PodGroup kind, by the installation's kind of gang."""
 
@@ -458,7 +458,10 @@ def find_group_obstacle(context: ReconcileContext) -> Obstacle | None:
             return explain_refusal(failure, context.run.name)
     gang = context.config.gang
     group = POD_GROUPS[gang][0].version.partition("/")[0]
-    text = f"the API server has no PodGroup of {group}, by which this installation places the nodes of a run"
+    text = (
+        f"the API server has no PodGroup of {group}, which this installation uses to place the nodes of "
+        "a run"
+    )
     remedy = f"{_MISSING_GROUP[gang]}, or set runs.gang of the chart to none; it is looked for again"
     return Obstacle(Reason.GANG_UNAVAILABLE, f"{text}. {remedy}")
 

@@ -69,7 +69,7 @@ def derive_events(
     )
     if fresh_hosts := [host for host in avoided if host not in already]:
         hours = round(REMEMBERED_SECONDS / 3600)
-        text = f"{', '.join(fresh_hosts)}: new pods keep away for {hours} hours, if there are other hosts"
+        text = f"{', '.join(fresh_hosts)}: new pods avoid them for {hours} hours, if there are other hosts"
         events.append(KubernetesEvent("Normal", "HostAvoided", text))
 
     before, after = get_map(old, "nodes"), get_map(new, "nodes")

@@ -132,7 +132,7 @@ class LeaseGate:
                 free = {**spec, "holderIdentity": "", "leaseDurationSeconds": 1}
                 await kube.replace({**raw, "spec": free}, is_fenced=False)
         except ApiError as error:
-            log.info("the lease was not given back: %s", error)
+            log.info("the lease was not released: %s", error)
 
     async def _try(self, kube: Kube, *, is_renewal: bool = False) -> bool:
         """Take or renew the lease, and return whether this succeeded. A missing answer counts as a failure.

@@ -72,8 +72,8 @@ async def load_key(store: KeyStore, namespace: str, name: str) -> bytes:
             if error.status != 409:
                 raise
     raise SettingsError(
-        f"Secret {namespace}/{name}: it can neither be read nor created; somebody deletes it "
-        "again and again. Leave it alone."
+        f"Secret {namespace}/{name}: it can neither be read nor created; something deletes it "
+        "repeatedly. Find and stop what deletes it."
     )
 
 

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 NEW_POD_STATUS: Final = {"phase": "Pending"}
 """Status of a pod of which only the answer to its creation is known."""
 _NOT_TAKEN: Final = (
-    "%s %s/%s: cannot be taken in, and counts as it was known before. This is a defect of the operator; "
+    "%s %s/%s: cannot be read, so its last known version is used. This is a defect of the operator; "
     "please report it, with the object"
 )
 _NOT_SHOWN: Final = (

@@ -143,7 +143,7 @@ class CacheSync:
             try:
                 await self.resync()
             except ApiError as error:
-                log.warning("the resync comes later: %s", error)
+                log.warning("the resync is postponed: %s", error)
 
             # Reconcile every run once in each period. Spread the passes over a quarter of the period, so that
             # the queue does not get all runs at once.
@@ -191,7 +191,8 @@ class CacheSync:
                         self._add(gone)
             except ApiError as error:
                 log.warning(
-                    "what vanished in a gap of a watch is looked for later: %s", error
+                    "the search for objects that were deleted during a gap of a watch is postponed: %s",
+                    error,
                 )
                 self._is_listed_anew.set()
             await asyncio.sleep(PRUNE_SECONDS)

@@ -44,12 +44,12 @@ class Vitals:
         state = self._queue.observe()
         if state.stalled > STALLED_SECONDS:
             return (
-                f"work stands still: for {state.stalled:.0f} s no pass has finished, and {state.depth} runs "
+                f"work is stalled: for {state.stalled:.0f} s no pass has finished, and {state.depth} runs "
                 "wait for one"
             )
         # A pass has a shorter time limit. If it exceeds this limit, its run would never be reconciled again.
         if state.longest_work > STALLED_SECONDS:
-            return f"work stands still: {state.longest_work:.0f} s on one run, longer than a pass may take"
+            return f"work is stalled: {state.longest_work:.0f} s on one run, longer than a pass may take"
 
         # Before the watches have started, no watch can show the versions of the first list.
         lags = self._cache.expectations.lag().items() if self.is_synced else ()

@@ -392,7 +392,7 @@ class Applier:
                     own = await self._find_own(work, body, error)
                     # An apply would not keep an object that is being deleted, such as a PodGroup.
                     if "deletionTimestamp" in own["metadata"]:
-                        raise ApiError(409, NAME_LEAVING, "it is about to go") from error
+                        raise ApiError(409, NAME_LEAVING, "it is being deleted") from error
                     is_ours = True
             if is_ours:
                 stored = await self._cluster.apply(body, is_brief=True)
@@ -527,9 +527,9 @@ class Applier:
             raise ApiError(
                 409,
                 NAME_LEAVING,
-                f"the {kind.kind} {name} of an older run of this name is about to go",
+                f"the {kind.kind} {name} of an older run of this name is being deleted",
             ) from error
-        text = f"a {kind.kind} of this name exists and belongs to somebody else"
+        text = f"a {kind.kind} of this name exists and belongs to another owner"
         raise ApiError(_NOT_AS_EXPECTED, NAME_TAKEN, text) from error
 
 

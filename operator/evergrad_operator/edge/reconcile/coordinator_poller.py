@@ -371,9 +371,9 @@ class Coordinators:
                 status = int(answer.split(" ", 2)[1])
                 if status == HTTPStatus.UNAUTHORIZED:
                     raise UnauthorizedError(
-                        f"the coordinator at {address} does not take the token that the operator "
-                        "derives for its run: the key of "
-                        "the installation was another when it was started. Set spec.restartNonce "
+                        f"the coordinator at {address} refuses the token that the operator derives "
+                        "for its run: it was started with another key of the installation. Set "
+                        "spec.restartNonce "
                         "to a new text."
                     )
                 lengths = re.findall(r"(?im)^content-length:\s*(\d+)\s*$", answer)

@@ -129,7 +129,7 @@ class StatusWriter:
             return
         # The message of an event has at most 1 KiB.
         listed = list_problems(outdated, most=900)
-        text = f"The run goes on, but its next edit must correct: {listed}"
+        text = f"The run continues, but its next edit must correct: {listed}"
         if text not in work.hints.posted:
             work.hints.posted.add(text)
             await self._recorder.record(

@@ -360,7 +360,7 @@ class Webhook:
             found = "" if uid is None else uid[1].decode()
             return web.json_response(deny_depth(found))
         if not isinstance(raw, dict) or not isinstance(raw.get("request"), dict):
-            return web.Response(status=400, text="the body is no AdmissionReview\n")
+            return web.Response(status=400, text="the body is not an AdmissionReview\n")
 
         if has_too_many_values(raw["request"]):
             answer = deny_size(raw)
@@ -395,7 +395,7 @@ class Webhook:
     def _log_fault(self, text: str) -> None:
         """Log a fault and its end once each, because ``look`` reports the fault every minute."""
         if text and text != self._fault:
-            log.warning("the webhook is not as it should be: %s", text)
+            log.warning("the webhook is not set up: %s", text)
         elif self._fault and not text:
-            log.info("the webhook is as it should be again")
+            log.info("the webhook is set up again")
         self._fault = text

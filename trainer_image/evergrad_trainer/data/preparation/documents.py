@@ -285,7 +285,7 @@ class DocumentReader:
 
     def _text_of(self, number: int, value: Any) -> str:
         if type(value) is not dict:
-            what = f"the line holds {_json_type(value)}"
+            what = f"the line contains {_json_type(value)}"
             problem = LineProblem(number, what, "each line is one JSON object")
             return self._pass_over(problem, SkipReason.NOT_AN_OBJECT)
         if self._render is not None:
@@ -308,7 +308,7 @@ class DocumentReader:
             what = f"the object has no field {self._text_field!r}"
             problem = LineProblem(number, what, f"it has {shown}")
         else:
-            what = f"the field {self._text_field!r} holds {_json_type(text)}"
+            what = f"the field {self._text_field!r} contains {_json_type(text)}"
             problem = LineProblem(number, what, "a text is a JSON string")
         return self._pass_over(problem, SkipReason.NO_TEXT)
 

@@ -249,7 +249,9 @@ def _problems_of_number(
         remedy = "Check the pattern; it is relative to the manifest's directory"
         return [Problem(where, "matches no file", named, remedy)]
     packed = " (or those with .gz or .zst)" if source.type in ("jsonl", "text") else ""
-    what = f"holds no file whose name ends in {' or '.join(_ENDINGS[source.type])}{packed}"
+    what = (
+        f"contains no file whose name ends in {' or '.join(_ENDINGS[source.type])}{packed}"
+    )
     remedy = (
         f"Check the folder, or name its files by a pattern, such as {source.path / '*'}"
     )
@@ -286,7 +288,7 @@ def _file_problems(
 
     # Check only the name, because any bytes may be valid ids.
     if path.name.endswith(_PACKED_ENDINGS):
-        why = "token ids are read where they lie, at any place"
+        why = "token ids are read in place, at any position"
         return [Problem(where, "is compressed", why, "Decompress it")]
     size, width = found.st_size, np.dtype(source.dtype).itemsize
     if size % width:
@@ -295,7 +297,9 @@ def _file_problems(
         return [Problem(where, "ends within a token id", why, remedy)]
     if size < 2 * width:
         why = "one token predicts the next"
-        return [Problem(where, "holds a single token id", why, "Give at least two tokens")]
+        return [
+            Problem(where, "contains a single token id", why, "Give at least two tokens")
+        ]
     return _layout_problems(source, path)
 
 
@@ -318,7 +322,7 @@ def _layout_problems(source: SourceEntry, path: Path) -> list[Problem]:
     if layout is None:
         return []
     what = f"holds {layout.in_words} ids"
-    why = f"bytes of its first ids are zero as in no other type; {named}, little-endian"
+    why = f"bytes of its first ids are zero, as only in this type; {named}, little-endian"
     remedy = (
         f"Convert it: {conversion(path, layout)}, and set {source.field}.dtype to uint32"
     )
@@ -329,8 +333,8 @@ def _layout_problems(source: SourceEntry, path: Path) -> list[Problem]:
 
 def too_large_document(path: Path, size: str, source: SourceEntry) -> Problem:
     """Return the problem of a file that is one document and larger than the limit."""
-    what = f"has {size}, and a document may have {LARGEST_DOCUMENT}"
-    why = "each file is one document, which is in memory as a whole"
+    what = f"has {size}, and a document may have at most {LARGEST_DOCUMENT}"
+    why = "each file is one document, which must fit into memory"
     remedy = f"Set {source.field}.document to line, or cut the file"
     return Problem(str(path), what, why, remedy)
 

@@ -50,7 +50,7 @@ def read_message(place: str, message: Mapping[str, Any]) -> Message:
     if "content" in found:
         found["content"] = _read_content(f"{place}.content", found["content"])
     elif not found.keys() - {"role"}:
-        what = f"{place} has a role and nothing else"
+        what = f"{place} has only a role"
         raise RowError(what, "a message has content, tool calls or reasoning")
 
     reasoning = next((found[name] for name in REASONING if name in found), None)
@@ -88,7 +88,7 @@ def _read_calls(place: str, text: str) -> list[dict[str, Any]]:
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             why = "a function_call is JSON with a name and arguments"
-            raise RowError(f"{place} is no call of a function", why)
+            raise RowError(f"{place} is not a function call", why)
     return [{"type": "function", "function": call} for call in calls]
 
 
@@ -97,7 +97,7 @@ def _read_content(place: str, content: Any) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RowError(f"{place} is no text", "it is a JSON string or a list of parts")
+        raise RowError(f"{place} is not a text", "it is a JSON string or a list of parts")
     parts = []
     for at, part in enumerate(content):
         text = part.get("text") if isinstance(part, dict) else part
@@ -105,7 +105,7 @@ def _read_content(place: str, content: Any) -> str | list[dict[str, str]]:
         if kind not in _TEXT_TYPES or not isinstance(text, str):
             what = f"{place}[{at}] is a part of the type {str(kind)[:40]!r}"
             if kind in _TEXT_TYPES:
-                what = f"{place}[{at}] is no text"
+                what = f"{place}[{at}] is not a text"
             raise RowError(what, "only parts that are texts can be trained on")
         parts.append({"type": "text", "text": text})
     return parts

@@ -52,7 +52,7 @@ def read_row_groups(path: Path, column: str, *, field: str) -> list[RowGroup]:
         if hasattr(kind, "index_type"):
             kind = kind.value_type
         if str(kind) not in _TEXTS:
-            what = f"its column {column!r} holds values of the type {kind}"
+            what = f"its column {column!r} contains values of the type {kind}"
             remedy = f"Name a column of strings in {field}.textField"
             raise DataError(Problem(str(path), what, "a text is a string", remedy))
         return _groups(file.metadata, [column])
@@ -78,7 +78,7 @@ def _find_column(
         found = [one.type for one in fields if one.name == name]
         if len(found) > 1:
             what = f"has {len(found)} columns with the name {name!r}"
-            why = "which of them holds the texts cannot be known"
+            why = "cannot determine which of them contains the texts"
             raise DataError(
                 Problem(str(path), what, why, "Write the file with different names")
             )
@@ -260,7 +260,7 @@ def _text_of(value: str | bytes | None, row: int, column: str, tally: LineCounts
             return ""
     if value is None:
         problem = LineProblem(
-            row, f"the column {column!r} holds null", "a text is a string"
+            row, f"the column {column!r} contains null", "a text is a string"
         )
         tally.pass_over(problem, SkipReason.NO_TEXT)
         return ""

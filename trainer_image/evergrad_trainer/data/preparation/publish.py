@@ -376,7 +376,7 @@ def check_sample(preparation: SourcePreparation, outcomes: list[ChunkResult]) ->
         theirs = file.read(len(ours))
     hashes = [xxhash.xxh3_64_hexdigest(data) for data in (theirs, ours)]
     if hashes[0] != hashes[1]:
-        what = "becomes other tokens each time that it is prepared"
+        what = "becomes different tokens each time it is prepared"
         why = (
             f"the first {len(texts)} documents have the hash {hashes[0]} in one process and {hashes[1]} in "
             "another; the tokenizer or the chat template is not a function of the text alone"
@@ -527,7 +527,7 @@ def _no_documents(preparation: SourcePreparation, tally: LineCounts) -> Problem:
         return template_problem(_place(preparation, tally.problems[0]))
     too_long = tally.skipped[SkipReason.LEFT_OUT]
     harmless = sum(tally.skipped[reason] for reason in HARMLESS - KEPT) - too_long
-    what = f"holds no document in {preparation.content.lines} {unit}s"
+    what = f"contains no document in {preparation.content.lines} {unit}s"
     why = f"{harmless} are blank or have an empty text, {tally.malformed} are malformed"
     if tally.problems:
         first = tally.problems[0]

@@ -65,7 +65,7 @@ def row_format(training: Training, base_directory: Path) -> RowFormat | PairForm
         except ChatTemplateError as error:
             shown = where if name == _DEFAULT else f"{where} ({name})"
             raise DataError(
-                Problem(shown, "is no jinja template", str(error), "Correct it")
+                Problem(shown, "is not a jinja template", str(error), "Correct it")
             ) from None
     form = RowFormat(
         messages_field=rows.messages_field,
@@ -123,7 +123,7 @@ def find_changed_texts(
             continue
         found = [directory / name for name in files[what] if (directory / name).exists()]
         places = ", ".join(map(str, found or [directory / _CONFIG]))
-        remedy = "Restore the files to go on with this run, or train under another run name"
+        remedy = "Restore the files to continue this run, or train under another run name"
         problems.append(
             Problem(
                 places,

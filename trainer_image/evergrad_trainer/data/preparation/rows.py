@@ -150,13 +150,16 @@ class RowFormat:
         value = _without_lone_surrogates(value)
         if not isinstance(value, list) or not value:
             raise RowError(
-                f"the field {field!r} is no list of messages", "a conversation has some"
+                f"the field {field!r} is not a list of messages",
+                "a conversation contains messages",
             )
         messages: list[Message] = []
         for at, message in enumerate(value):
             place = f"{field}[{at}]"
             if not isinstance(message, dict):
-                raise RowError(f"{place} is no object", "a message has a role and content")
+                raise RowError(
+                    f"{place} is not an object", "a message has a role and content"
+                )
             if self.rendering >= FORMS_OF_CONTENT:
                 messages.append(read_message(place, message))
                 continue
@@ -249,7 +252,7 @@ class RowFormat:
 def _text_in(owner: Mapping[str, Any], key: str, place: str) -> str:
     value = owner.get(key)
     if not isinstance(value, str):
-        what = f"{place} is missing" if key not in owner else f"{place} is no text"
+        what = f"{place} is missing" if key not in owner else f"{place} is not a text"
         raise RowError(what, "it is a JSON string")
     return replace_lone_surrogates(value)
 

@@ -129,7 +129,7 @@ def raise_if_changed(path: Path, before: Stat) -> None:
         problem = Problem(
             str(path),
             "changed while it was being prepared",
-            "what was read is not what is there",
+            "the data that was read differs from the file",
             "Let its writer finish, and start again",
         )
         raise DataError(problem)

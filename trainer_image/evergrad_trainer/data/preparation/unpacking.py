@@ -170,7 +170,7 @@ class Unpacked(io.RawIOBase):
             )
             return Problem(path, what, why, remedy)
         if "dictionary" in said:
-            what = f"was compressed with a {name} dictionary, which is a file of its own"
+            what = f"was compressed with a {name} dictionary, which is a separate file"
             return Problem(
                 path, what, why, "Unpack it with that file: zstd -d -D DICTIONARY"
             )
