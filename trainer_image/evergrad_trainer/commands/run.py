@@ -227,7 +227,7 @@ def _train(request: RunRequest, directory: RunDirectory, run_state: RunState) ->
         )
 
 
-def _place_workers(request: RunRequest, memory_bytes: int) -> WorkerPlacement:
+def _place_workers(request: RunRequest, memory_bytes: int | None) -> WorkerPlacement:
     """Decide where the workers run. Imports torch, without its compiler if no worker needs the compiler."""
     from evergrad_trainer.distributed.process_groups import read_launch
 
