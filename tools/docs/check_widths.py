@@ -145,8 +145,8 @@ def check_site(site: Path, pictures: Path | None) -> int:
         serve(site) as root,
     ):
         # The search's index is large, and each page would read it.
-        browser.tell("Network.enable")
-        browser.tell("Network.setBlockedURLs", urls=["*/search_index.json"])
+        browser.send_command("Network.enable")
+        browser.send_command("Network.setBlockedURLs", urls=["*/search_index.json"])
         browser.open(root + EMPTY_PAGE.lstrip("/"))
         for page in pages:
             for problem in check_page(browser, root + page):
