@@ -173,7 +173,7 @@ def keep_an_own_connection(
         until(path.exists, "the store")
         port = int(path.read_text())
         begin = WorkerGo(generation, rank, size, "127.0.0.1", port, 100.0, cause="test")
-        return worlds.form_group(begin, World(0, rank=0, size=1, device=CPU))
+        return worlds.meet(begin, World(0, rank=0, size=1, device=CPU))
 
     world = form_next_group(1, size=size)
     assert total_of(world, value=1.0) == size

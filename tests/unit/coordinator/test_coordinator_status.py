@@ -141,8 +141,8 @@ def test_a_group_whose_connections_were_all_lost_has_not_restarted() -> None:
 
 def test_the_time_after_the_end_of_a_run_is_not_lost() -> None:
     complete, failed = start_running(), start_running()
-    complete.nodes[0].say(Result(1, 100))
-    failed.nodes[1].say(
+    complete.nodes[0].send(Result(1, 100))
+    failed.nodes[1].send(
         Broken(1, "user_error", rank=1, exit_code=64, is_final=True, time_since=0.5)
     )
     for cluster in (complete, failed):
