@@ -127,7 +127,7 @@ def test_leases_that_cannot_be_listed_do_not_block_retention(
         monkeypatch.setattr(Path, "iterdir", refuse)
         assert find_leased(tmp_path, now=now) == set()
         monkeypatch.undo()
-    assert "the leases cannot be listed" in caplog.text
+    assert "they cannot be listed" in caplog.text
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o755, 0o2775])

@@ -224,7 +224,7 @@ def test_inspection_finds_the_checkpoint_that_a_load_would_use_and_reads_no_tens
 def test_inspection_without_a_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
     for path, step, said in (
         (tmp_path / "nowhere", None, "contains no checkpoint"),
-        (run, 15, "there are those of 20, 10"),
+        (run, 15, "the available steps are 20, 10"),
     ):
         with pytest.raises(CheckpointError, match=said):
             look_at(path, step=step)

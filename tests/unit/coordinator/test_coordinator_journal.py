@@ -70,7 +70,7 @@ def test_the_memory_store_compares_the_expected_number_too() -> None:
 def test_a_second_holder_gets_an_error_that_names_the_first(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "state")
     with pytest.raises(
-        JournalError, match=r"held by process \d+ on .*\. .*Wait for it to end"
+        JournalError, match=r"held by process \d+ on .*\. .*Wait until that process ends"
     ):
         FileStore(tmp_path / "state")
     store.close()

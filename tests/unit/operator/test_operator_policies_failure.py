@@ -1103,7 +1103,7 @@ RECORDS = [
         'admission webhook "x" denied the request',
         "Allow the operator to patch the claim",
     ),
-    (400, "admission webhook denied the request", "See what the API server"),
+    (400, "admission webhook denied the request", "Check why the API server"),
 ]
 
 

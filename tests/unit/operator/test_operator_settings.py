@@ -54,7 +54,7 @@ def test_only_the_configured_namespaces_are_served() -> None:
         (
             [*IMAGES, "--all-namespaces", "--no-lease", "--gang", "volcano"],
             {},
-            "'volcano' is none of none, coscheduling, podGroup",
+            "'volcano' is not one of none, coscheduling, podGroup",
         ),
         (
             [*IMAGES, "--all-namespaces", "--no-lease"],

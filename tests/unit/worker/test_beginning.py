@@ -417,7 +417,7 @@ def test_a_missing_checkpoint_of_the_first_start_is_reported(
     fresh.recorded["begunFrom"]["load"] = "weights"
     assert refused(fresh) == (
         "spec.training.initFrom: this run began with step-4 of first, which cannot be loaded now; "
-        f"{tmp_path / 'theirs'}: contains no checkpoint of step 4; there are those of 5. "
+        f"{tmp_path / 'theirs'}: contains no checkpoint of step 4; the available steps are 5. "
         "Bring it back, or set spec.training.initFrom.path back if it was changed. Without it, begin anew "
         "in a directory of its own: this run has no checkpoint yet."
     )
