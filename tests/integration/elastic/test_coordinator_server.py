@@ -553,11 +553,11 @@ def test_idle_connections_do_not_keep_others_from_the_status(
         (["--hold-joins"], "--hold-joins: only fresh workers"),
         (
             ["--token-file", "/nonexistent/token"],
-            "--token-file: /nonexistent/token cannot be read or made",
+            "--token-file: /nonexistent/token cannot be read or created",
         ),
         (
             ["--token-file", "/dev/null"],
-            "--token-file: /dev/null cannot be read or made; it is empty.",
+            "--token-file: /dev/null cannot be read or created; it is empty.",
         ),
         (["--host", "no.such.host.invalid"], "cannot listen"),
     ],
