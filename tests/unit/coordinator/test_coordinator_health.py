@@ -258,7 +258,9 @@ def test_a_journal_write_that_hangs_is_shown_in_the_status(
             await poll(lambda: place.server.effects.seconds_waiting > 0, "the write")
             healthy, ready = await place.health()
             assert healthy == "200 ok"
-            assert ready.startswith("503 the newest generation has been waiting for the disk")
+            assert ready.startswith(
+                "503 the newest generation has been waiting for the disk"
+            )
         finally:
             is_released.set()
         await poll(lambda: place.server.effects.seconds_waiting == 0, "the plan")
