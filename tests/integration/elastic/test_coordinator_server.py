@@ -168,7 +168,8 @@ async def test_a_restarted_coordinator_adopts_the_running_group(start: Start) ->
     await poll(lambda: again.status()["phase"] == "Running", "adoption")
     assert again.status()["generation"] == 1
     assert [node.count(Go) for node in nodes] == [1, 1, 1]
-    assert all(node.client.is_connected for node in nodes)
+    # A node knows that it is connected only after the coordinator's answer has arrived.
+    await poll(lambda: all(node.client.is_connected for node in nodes), "all connections")
     await end_nodes(*nodes)
 
 
