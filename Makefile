@@ -19,6 +19,8 @@ SITE := $(VENV)-docs
 GITHUB := $(VENV)-github
 # Likewise: libraries that benchmarks measure Evergrad beside.
 PEERS := $(VENV)-peers
+# Likewise: what measures the coverage of the tests.
+COVERAGE := $(VENV)-coverage
 PACKAGES := $(wildcard */pyproject.toml)
 
 # The working directory never goes onto the import path: the folder operator/ would shadow the standard library's module.
@@ -29,7 +31,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint check format generate architectures generated bench gpu-check bench-peers bench-recovery bench-cluster bench-cluster-pods bench-operator numbers images version release chart-lint github-lint docs changes cluster cluster-down lock clean distclean
+.PHONY: help install run test test-e2e test-long test-torch-matrix test-trackers verify chaos lint check format generate architectures generated bench gpu-check bench-peers bench-recovery bench-cluster bench-cluster-pods bench-operator numbers coverage images version release chart-lint github-lint docs changes cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -210,6 +212,20 @@ numbers: $(INSTALLED) ## count sizes, density, comments and fragments of the pro
 	@$(BIN)/python tools/numbers/readability.py --since $(or $(SINCE),HEAD~50) $(COMMITS)
 	@$(BIN)/python -m evergrad_manifest.generate --sizes
 
+$(COVERAGE)/.installed: $(INSTALLED) tools/requirements/coverage.in
+	$(call stage,install what measures coverage)
+	$(call make_beside,$(COVERAGE))
+	@$(COVERAGE)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tools/requirements/coverage.in
+	@touch $@
+
+# A failed test does not prevent the report, but make still fails.
+coverage: $(INSTALLED) $(COVERAGE)/.installed ## branch coverage of the unit tests by package, and what they do not cover (PYTEST='…': of those tests instead)
+	$(call stage,coverage)
+	@rm -f .coverage .coverage.*
+	PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 $(COVERAGE)/bin/python -m coverage run -m pytest -p no:cacheprovider $(or $(PYTEST),-n $(JOBS) --dist loadfile tests/unit); result=$$?; \
+		$(COVERAGE)/bin/python -m coverage combine --quiet && $(COVERAGE)/bin/python -m coverage json --quiet -o .coverage.json && \
+		$(BIN)/python tools/numbers/coverage_report.py .coverage.json && exit $$result
+
 images: $(INSTALLED) ## build both container images where something changed, and load them where the cluster is up (as root)
 	PYTHONPATH=$(CURDIR)/tools $(BIN)/python -m bed.product_images
 
@@ -267,4 +283,4 @@ clean: ## remove caches and build products; runs/ stays
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 distclean: clean ## clean, and remove .venv and the example's documents; runs/ stays
-	rm -rf $(VENV) $(VENV)-torch-* $(TRACKED) $(PEERS) $(SITE) $(GITHUB) $(PYDOC)/documents.jsonl
+	rm -rf $(VENV) $(VENV)-torch-* $(TRACKED) $(PEERS) $(SITE) $(GITHUB) $(COVERAGE) $(PYDOC)/documents.jsonl
