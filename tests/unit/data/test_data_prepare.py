@@ -645,15 +645,13 @@ def test_an_interrupted_preparation_resumes_with_its_finished_chunks(
     assert total == 2 * chunks  # each chunk tokenised once and split once
 
 
-def test_a_finished_chunk_whose_file_was_truncated_is_prepared_again(
-    tmp_path: Path,
+def leave_attempt(
+    folder: Path,
     training: Recipe,
-    documents: Write,
-    topics: list[str],
     prepared_in: Prepare,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    documents(tmp_path / "docs.jsonl", topics)
+) -> Path:
+    """Prepare until the rename that publishes the source, which fails. Returns the folder that is left."""
     real = os.rename
 
     def fail(self: Path, target: Path) -> Path:
@@ -665,7 +663,20 @@ def test_a_finished_chunk_whose_file_was_truncated_is_prepared_again(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", fail)
         assert "Input/output error" in message_of(prepared_in, training())
-    (attempt,) = (tmp_path / "prepared").glob(".tmp-*")
+    (attempt,) = (folder / "prepared").glob(".tmp-*")
+    return attempt
+
+
+def test_a_finished_chunk_whose_file_was_truncated_is_prepared_again(
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    documents(tmp_path / "docs.jsonl", topics)
+    attempt = leave_attempt(tmp_path, training, prepared_in, monkeypatch)
     damaged = sorted((attempt / "data").glob("*.tokens"))[1]
     damaged.write_bytes(b"")
     (attempt / "chunks" / "tokenize-00002.json").write_text('{"torn')
@@ -681,18 +692,7 @@ def test_chunks_of_a_version_with_other_boundaries_are_not_reused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     documents(tmp_path / "docs.jsonl", topics)
-    real = os.rename
-
-    def fail(self: Path, target: Path) -> Path:
-        if self.name == "data":
-            raise OSError(errno.EIO, "Input/output error", str(self))
-        real(self, target)
-        return Path(target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", fail)
-        assert "Input/output error" in message_of(prepared_in, training())
-    (attempt,) = (tmp_path / "prepared").glob(".tmp-*")
+    attempt = leave_attempt(tmp_path, training, prepared_in, monkeypatch)
     finished = len(list((attempt / "chunks").glob("tokenize-*.json")))
     assert finished > 1
     monkeypatch.setattr(sources, "SMALLEST_CHUNK", 2 * sources.SMALLEST_CHUNK)
